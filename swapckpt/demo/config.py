@@ -56,6 +56,7 @@ class DemoConfig:
         require_int("batch", self.batch, minimum=1)
         require_int("time", self.time, minimum=2)
         require_int("swap_times", self.swap_times, minimum=1)
+        solve_shape(parse_count(self.params))
         require_int("seed", self.seed, minimum=0)
         if self.steps < 2 * self.save_every:
             msg = (

@@ -68,7 +68,7 @@ class Display:
         """A rank-0 record arrived; it is already in ``log``."""
         match event:
             case Started() if event.start:
-                self._line(f"{log.name:9}  resumed after step {event.start}")
+                self._line(f"{log.name:9} resumed after step {event.start}")
             case Stepped():
                 self._rows.append((log.name, event, ""))
                 self._line(_plain_row(log.name, event, self._config.steps))
@@ -76,7 +76,7 @@ class Display:
                 self._mark_save("saving")
             case Saved():
                 self._mark_save(f"{event.secs:.2f} s")
-                self._line(f"{log.name:9}  saved step {event.step} in {event.secs:.2f} s")
+                self._line(f"{log.name:9} saved step {event.step} in {event.secs:.2f} s")
             case _:
                 pass
 
@@ -134,6 +134,6 @@ def _plain_row(name: str, record: Stepped, steps: int) -> str:
         for nbytes in (record.device_nbytes, record.device_peak_nbytes, record.host_nbytes)
     )
     return (
-        f"{name:9}  step {record.step:>{len(str(steps))}}/{steps}  loss {record.loss:.4f}  "
-        f"device {device:>8} (peak {peak:>8})  host {host:>8}"
+        f"{name:9} step {record.step:>{len(str(steps))}}/{steps} loss {record.loss:.4f} "
+        f"device {device:>8} peak {peak:>8} host {host:>8}"
     )

@@ -17,7 +17,7 @@ ROPE_THETA = 10_000.0
 _FFN_MULTIPLE = 64
 _MAX_LAYERS = 160
 _USUAL_ASPECT = 128
-_MAX_DIM = 32_768
+_WIDTHS = (*range(64, 2048, 64), *range(2048, 32_769, 512))  # in whole heads, as people choose them
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -63,13 +63,13 @@ class LlamaShape:
 def solve_shape(params: int, *, vocab: int = BYTE_VOCAB) -> LlamaShape:
     """The shape with about ``params`` parameters that looks most like a Llama.
 
-    Among widths in steps of one head and the depth that fits each best, takes the one whose count is
+    Among the usual widths and the depth that fits each best, takes the one whose count is
     nearest; a width-to-depth ratio twice or half the usual 128 counts like being 3 % off.
 
     Raises:
         ConfigError: No shape comes within 25 % (too small or too large for this vocabulary).
     """
-    shapes = [_fit_depth(params, dim=dim, vocab=vocab) for dim in range(64, _MAX_DIM + 1, 64)]
+    shapes = [_fit_depth(params, dim=dim, vocab=vocab) for dim in _WIDTHS]
     best = min(shapes, key=lambda shape: _misfit(shape, params))
     if abs(best.params / params - 1) > 0.25:
         msg = (
@@ -82,7 +82,7 @@ def solve_shape(params: int, *, vocab: int = BYTE_VOCAB) -> LlamaShape:
 
 def _fit_depth(params: int, *, dim: int, vocab: int) -> LlamaShape:
     ffn = round(dim * 8 / 3 / _FFN_MULTIPLE) * _FFN_MULTIPLE
-    head_dim = 128 if dim >= 2048 and dim % 128 == 0 else 64
+    head_dim = 128 if dim >= 2048 else 64
     one = LlamaShape(dim=dim, layers=1, heads=dim // head_dim, ffn=ffn, vocab=vocab)
     layers = 1 + round((params - one.params) / one.params_per_layer)
     return LlamaShape(dim=dim, layers=min(max(layers, 1), _MAX_LAYERS), heads=one.heads, ffn=ffn, vocab=vocab)
