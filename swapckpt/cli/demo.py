@@ -69,7 +69,7 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     console.print(
         f"Llama of {config.shape.params:,} parameters ({config.shape})\n"
         f"on {corpus.name} ({len(corpus.tokens):,} bytes), FSDP2 over {config.ranks} x {config.device}\n"
-        f"bytes below: optimizer state of rank 0, on the device (now and peak) and in host memory",
+        f"below: optimizer state of rank 0, on the device (now and peak) and on the host",
         highlight=False,
         soft_wrap=True,
     )

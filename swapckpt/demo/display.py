@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swapckpt.demo.records import Saved, Saving, Started, Stepped
+from swapckpt.demo.units import human_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,16 +25,6 @@ if TYPE_CHECKING:
 
 _ROWS = 12
 _STYLES = {"reference": "dim", "swapped": "cyan", "resumed": "green"}
-
-
-def human_nbytes(nbytes: float) -> str:
-    """Bytes with a binary unit and three digits: ``"0 B"``, ``"4.25 MiB"``, ``"75.0 MiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1000 or unit == "GiB":
-            break
-        nbytes /= 1024
-    decimals = 0 if unit == "B" else max(0, 2 - len(f"{nbytes:.0f}") + 1)
-    return f"{nbytes:.{decimals}f} {unit}"
 
 
 class Display:

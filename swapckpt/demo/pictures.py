@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from swapckpt.demo.display import human_nbytes
+from swapckpt.demo.units import human_nbytes
 from swapckpt.demo.verdict import differing_steps
 
 if TYPE_CHECKING:

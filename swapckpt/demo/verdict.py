@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from swapckpt.demo.units import human_nbytes
+
 if TYPE_CHECKING:
     from swapckpt.demo.records import Finished, Stepped
 
@@ -76,7 +78,7 @@ def _check_kill(kill: Kill | None) -> Check:
         return Check(claim, ok=False, evidence="every save completed before the kill")
     torn = kill.incomplete and kill.written_nbytes > 0
     state = "no .metadata" if kill.incomplete else "complete after all"
-    return Check(claim, torn, f"step {kill.step}: {kill.written_nbytes:,} bytes, {state}")
+    return Check(claim, torn, f"step {kill.step}: {human_nbytes(kill.written_nbytes)}, {state}")
 
 
 def _check_start(kill: Kill | None, resumed: RunLog) -> Check:
@@ -111,5 +113,5 @@ def _check_idle(*runs: RunLog) -> Check:
     records = [record for run in runs for record in run.steps]
     idle = max((record.device_nbytes for record in records), default=0)
     peak = max((record.device_peak_nbytes for record in records), default=0)
-    evidence = f"{idle:,} bytes (within steps at most {peak:,})"
+    evidence = f"{human_nbytes(idle)}, within steps up to {human_nbytes(peak)}"
     return Check("state on the device between steps", bool(records) and idle == 0, evidence)

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from swapckpt.demo.config import DemoConfig
-from swapckpt.demo.display import Display, human_nbytes
+from swapckpt.demo.display import Display
 from swapckpt.demo.records import Saved, Saving, Started
+from swapckpt.demo.units import human_nbytes
 from swapckpt.demo.verdict import judge
 from tests.demo.stories import MIB, make_story
 

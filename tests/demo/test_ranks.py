@@ -1,0 +1,108 @@
+"""Rank processes must be killed exactly inside a save, report their failures, and never outlive the demo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from swapckpt.demo.checkpoints import complete_steps, is_complete, step_folder
+from swapckpt.demo.config import DemoConfig
+from swapckpt.demo.ranks import Ranks, RanksFailedError
+from swapckpt.demo.records import Finished, Saving, Stepped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEADLINE_SECS = 60.0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DemoConfig:
+    """Half a million parameters on one rank, saved after every step."""
+    return DemoConfig(params="500K", ranks=1, steps=3, save_every=1, batch=1, time=8, out=tmp_path / "out")
+
+
+def test_all_ranks_die_inside_the_save(config: DemoConfig, tmp_path: Path) -> None:
+    config = replace(config, ranks=2, batch=2)
+    events = []
+    with Ranks(config.swapped_run(), world=2, folder=tmp_path) as ranks:
+        for event in ranks.events():
+            events.append(event)
+            if event == Saving(2):
+                processes = psutil.Process().children()
+                written_nbytes = ranks.kill_inside_save(step_folder(config.checkpoints, 2), at_nbytes=1)
+                assert written_nbytes is not None
+                assert written_nbytes > 0
+                assert not [process for process in processes if process.is_running()]
+    assert events[-1] == Saving(2)
+    assert complete_steps(config.checkpoints) == [1]
+
+
+def test_ranks_go_on_when_the_save_was_too_fast(config: DemoConfig, tmp_path: Path) -> None:
+    with Ranks(config.swapped_run(), world=1, folder=tmp_path) as ranks:
+        events = []
+        for event in ranks.events():
+            events.append(event)
+            if event == Saving(2):
+                folder = step_folder(config.checkpoints, 2)
+                assert ranks.kill_inside_save(folder, at_nbytes=10**12) is None
+                assert is_complete(folder)
+    assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3]
+    assert isinstance(events[-1], Finished)
+
+
+def test_failing_rank_is_an_error_with_its_log(config: DemoConfig, tmp_path: Path) -> None:
+    train = replace(config.reference_run(), data=tmp_path / "absent.txt")
+    with (
+        Ranks(train, world=1, folder=tmp_path) as ranks,
+        pytest.raises(RanksFailedError, match=r"Rank 0 of 1 ended.*(?s:.*)absent\.txt cannot be read"),
+    ):
+        list(ranks.events())
+
+
+def test_leaving_ends_ranks_that_still_run(config: DemoConfig, tmp_path: Path) -> None:
+    with Ranks(config.reference_run(), world=1, folder=tmp_path) as ranks:
+        next(ranks.events())
+        (process,) = psutil.Process().children()
+        assert process.is_running()
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_demo(how: signal.Signals, tmp_path: Path) -> None:
+    options = ["--quick", "--steps", "100000", "--device", "cpu", "--out", str(tmp_path / "out")]
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "swapckpt.cli", "demo", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert demo.stdout is not None
+    with demo, demo.stdout:
+        for line in demo.stdout:
+            if b" step " in line and b" loss " in line:
+                break
+        ranks = psutil.Process(demo.pid).children(recursive=True)
+        assert len(ranks) == 2
+        demo.send_signal(how)
+        assert demo.wait(DEADLINE_SECS) != 0
+        deadline = time.monotonic() + DEADLINE_SECS
+        while any(map(alive, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [rank for rank in ranks if alive(rank)]
+
+
+def alive(process: psutil.Process) -> bool:
+    """Orphans that ended stay zombies where nobody reaps them (PID 1 of a container)."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
