@@ -1,0 +1,1 @@
+"""Checkpoints on disk and in object stores: stock DCP format, checksums, and commits that cannot lie."""
