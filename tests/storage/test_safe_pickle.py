@@ -121,6 +121,11 @@ def test_a_pickle_cannot_rewrite_the_classes_it_names(name: str) -> None:
     del Plain.marked  # type: ignore[attr-defined]
 
 
+def test_a_pickle_cannot_replace_what_a_stand_in_calls() -> None:
+    with pytest.raises(CorruptCheckpointError, match="cannot be set"):
+        load_metadata(build_on(b"torch\nSize", "_function", 1), origin=".metadata")
+
+
 def test_builtins_are_known_by_their_old_name_too() -> None:
     assert unpickle(pickle.dumps({1, 2}, protocol=2), AllowList({"builtins.set": set}), origin="x") == {1, 2}
 
@@ -206,7 +211,10 @@ def test_equal_records_are_written_once() -> None:
         {MetadataIndex(fqn, origin[n], 0): StorageInfo("f", n, 1) for n, fqn in enumerate(tensors)},
     )
     assert pickle.loads(dump_metadata(many)) == many
-    assert len(dump_metadata(many)) < 0.75 * len(pickle.dumps(many))
+    shared = pickle.loads(dump_metadata(many)).state_dict_metadata.values()
+    assert len({id(tensor.properties) for tensor in shared}) == 1
+    assert len({id(chunk) for tensor in shared for chunk in tensor.chunks}) == 2
+    assert len(dump_metadata(many)) < 0.6 * len(pickle.dumps(many))
 
 
 def test_values_that_are_equal_but_not_alike_are_kept_apart() -> None:
