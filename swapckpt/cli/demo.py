@@ -64,8 +64,8 @@ def demo(  # noqa: PLR0913 - to typer every parameter is an option
 
 def run_demo(config: DemoConfig, console: Console) -> bool:
     """Tell the story on ``console``, write its files, and say whether every check of the verdict is ok."""
-    prepare_folder(config)
     corpus = load_corpus(config.data, min_nbytes=config.time + 1)
+    prepare_folder(config)
     console.print(
         f"Llama of {config.shape.params:,} parameters ({config.shape})\n"
         f"on {corpus.name} ({len(corpus.tokens):,} bytes), FSDP2 over {config.ranks} x {config.device}\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -145,21 +145,22 @@ def _mark_kill(axes: Axes, story: Story, *, words: bool) -> None:
     axes.axvline(killed, color=_RED, linestyle="--", linewidth=1.2)
     axes.axvspan(resumed, killed, color=_RED, alpha=0.08, linewidth=0)
     if words:
-        for step, text, side in (
-            (killed, f"SIGKILL in the save\nof step {killed}", 1),
-            (resumed, f"resumed\nfrom step {resumed}", -1),
-        ):
-            axes.annotate(
-                text,
-                (step, 1.0),
-                xytext=(4 * side, -2),
-                xycoords=axes.get_xaxis_transform(),
-                textcoords="offset points",
-                color=_RED,
-                fontsize=9,
-                va="top",
-                ha="left" if side > 0 else "right",
-            )
+        _note(axes, f"SIGKILL in the save\nof step {killed}", step=killed, offset=4, align="left")
+        _note(axes, f"resumed\nfrom step {resumed}", step=resumed, offset=-4, align="right")
+
+
+def _note(axes: Axes, text: str, *, step: int, offset: float, align: Literal["left", "right"]) -> None:
+    axes.annotate(
+        text,
+        (step, 1.0),
+        xytext=(offset, -2),
+        xycoords=axes.get_xaxis_transform(),
+        textcoords="offset points",
+        color=_RED,
+        fontsize=9,
+        va="top",
+        ha=align,
+    )
 
 
 def _num_different(story: Story) -> int:

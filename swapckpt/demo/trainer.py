@@ -49,7 +49,8 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
     model = _sharded_model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
 
-    # All of swapckpt is here: `optimizer` stays the same object, and from now on its step() swaps.
+    # All of swapckpt is here: `optimizer` stays the same object, and from now on its step() swaps. The
+    # manager is what stock DCP saves and loads below.
     manager = None
     if config.swap_times is not None:
         manager = swapckpt.StateManager(model, optimizer, swapckpt.SwapConfig(swap_times=config.swap_times))
@@ -57,7 +58,7 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
     start, job = 0, {"model": model, "optimizer": manager}
     if config.checkpoints is not None and (complete := complete_steps(config.checkpoints)):
         start = complete[-1]
-        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start))  # stock DCP
+        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start))  # type: ignore[attr-defined]
     report(Started(start=start, device=config.device))
 
     for step in range(start + 1, config.steps + 1):
@@ -65,7 +66,7 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
         batch = corpus.batch(step=step, seed=config.seed, size=config.batch, time=config.time)
         inputs, targets = (tokens.chunk(world)[rank].to(config.device) for tokens in batch)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if manager is not None and config.timeline is not None and step == config.steps:
             with manager.record_timeline() as timeline:
                 optimizer.step()
@@ -81,7 +82,7 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
         if config.checkpoints is not None and step % config.save_every == 0:
             report(Saving(step))
             begin = time.perf_counter()
-            dcp.save(job, checkpoint_id=step_folder(config.checkpoints, step))  # stock DCP
+            dcp.save(job, checkpoint_id=step_folder(config.checkpoints, step))  # type: ignore[attr-defined]
             report(Saved(step, time.perf_counter() - begin))
 
     report(Finished(_digest(model.parameters()), _digest(_state_tensors(optimizer))))

@@ -1,0 +1,28 @@
+"""swapckpt: owns the optimizer state of a PyTorch training job.
+
+Between steps the state lives in host memory and the device holds none of it; ``optimizer.step()`` becomes a
+pipeline of load, update and offload; the same component is a ``torch.distributed.checkpoint`` Stateful.
+"""
+
+from swapckpt import errors
+from swapckpt.config import SwapConfig
+from swapckpt.manager import MemoryStats, StateManager
+from swapckpt.optimizer import is_swapped, recovery, release, swap_optimizer
+from swapckpt.report import SwapReport
+from swapckpt.trace import Span, Timeline
+
+__all__ = [
+    "MemoryStats",
+    "Span",
+    "StateManager",
+    "SwapConfig",
+    "SwapReport",
+    "Timeline",
+    "errors",
+    "is_swapped",
+    "recovery",
+    "release",
+    "swap_optimizer",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,125 @@
+"""Every private torch name that swapckpt depends on, in one place.
+
+| name | what it gives | seen in |
+|---|---|---|
+| ``DTensor._spec``, ``DTensor._local_tensor`` | placement and shard of a DTensor, without an autograd node | 2.11 - 2.14 |
+| ``DTensor(local, spec, requires_grad=)`` | wrap a host shard; ``from_local`` would move it to the mesh's device | 2.11 - 2.14 |
+| ``DTensorSpec``, ``TensorMeta`` | a state's own spec: its dtype can differ from its parameter's | 2.11 - 2.14 |
+| ``Tensor._version`` | whether an optimizer advanced a tensor-valued group field in place | 2.11 - 2.14 |
+| ``_wrapped_by_lr_sched``, ``_opt_called`` | the marks by which a scheduler finds a wrapped ``step`` | 2.11 - 2.14 |
+| ``filesystem._StorageInfo`` | where an item lies, as DCP's ``.metadata`` has it | 2.11 - 2.14 |
+| ``metadata._MEM_FORMAT_ENCODING`` | how DCP's ``.metadata`` writes a memory format | 2.11 - 2.14 |
+| ``_init_optim_state`` (by name) | the fake step of DCP's state-dict helpers | 2.11 - 2.14 |
+
+A test checks that each of them exists in the installed torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+__all__ = [
+    "DTensor",
+    "DTensorSpec",
+    "MemoryFormatEncoding",
+    "StorageInfo",
+    "called_by_fake_step",
+    "is_scheduler_wrapper",
+    "local_of",
+    "spec_for",
+    "spec_of",
+    "track_step_calls",
+    "version_of",
+    "wrap_local",
+]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, or the tensor itself. No copy, no communication."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+
+
+def spec_of(tensor: Tensor) -> DTensorSpec | None:
+    """Mesh, placements and global geometry of a DTensor; None for a plain tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None  # noqa: SLF001
+
+
+def spec_for(param: Tensor, dtype: torch.dtype) -> DTensorSpec | None:
+    """The spec of a state tensor that is shaped and sharded like ``param`` but has its own dtype."""
+    spec = spec_of(param)
+    if spec is None:
+        return None
+    meta = TensorMeta(param.shape, param.stride(), dtype)
+    return DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
+
+
+def wrap_local(local: Tensor, spec: DTensorSpec | None) -> Tensor:
+    """``local`` as a DTensor of ``spec``, over the same memory; ``local`` itself without a spec."""
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def version_of(tensor: Tensor) -> int:
+    """A counter that every in-place write raises."""
+    return cast("int", tensor._version)  # noqa: SLF001
+
+
+class _StepWrapper(Protocol):
+    _wrapped_by_lr_sched: bool
+
+
+class _Scheduled(Protocol):
+    _opt_called: bool
+
+
+def is_scheduler_wrapper(step: Callable[..., object]) -> bool:
+    """True for the wrapper that ``torch.optim.lr_scheduler`` leaves on an optimizer instance."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def track_step_calls(optimizer: Optimizer) -> Callable[..., object]:
+    """A fresh wrapper like the scheduler's own, around the ``step`` of the optimizer's present class.
+
+    The scheduler's wrapper has captured the function of the class at the time: after the class changed it
+    would go on calling the old one.
+    """
+    reference = weakref.ref(optimizer)
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def step(*args: object, **kwargs: object) -> object:
+        target = reference()
+        if target is None:
+            msg = "The optimizer of this step function no longer exists."
+            raise ReferenceError(msg)
+        cast("_Scheduled", target)._opt_called = True  # noqa: SLF001
+        return cast("Callable[..., object]", function)(target, *args, **kwargs)
+
+    cast("_StepWrapper", step)._wrapped_by_lr_sched = True  # noqa: SLF001
+    return step
+
+
+def called_by_fake_step(max_depth: int = 12) -> bool:
+    """True when DCP's state-dict helpers are initialising the state of a fresh optimizer by a fake step."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to tell this call from a real first step
+    for _ in range(max_depth):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_name in ("_init_optim_state", "init_optim_state"):
+            return True
+    return False

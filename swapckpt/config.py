@@ -1,0 +1,81 @@
+"""Settings, frozen and validated when they are made: a wrong value never reaches the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swapckpt.errors import ConfigError
+
+
+def require_int(name: str, value: object, *, minimum: int) -> None:
+    """Raise ConfigError unless ``value`` is an int (not a bool) of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        msg = f"{name} must be an integer >= {minimum}, got {value!r}."
+        raise ConfigError(msg)
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a bool (a string "false" from a config file is not)."""
+    if not isinstance(value, bool):
+        msg = f"{name} must be True or False, got {value!r}."
+        raise ConfigError(msg)
+
+
+def require_positive(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        msg = f"{name} must be a positive finite number, got {value!r}."
+        raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapConfig:
+    """How an optimizer's state is swapped between host and device.
+
+    Attributes:
+        swap_times: Number of batches a step is divided into (>= 1; clamped to the number of parameters).
+            More batches: less staging memory, more per-batch overhead.
+        state_keys: State keys to swap (for example ``("exp_avg",)``), or None for every eligible tensor.
+            A key that the optimizer never creates is an error at the end of the first step.
+        min_numel: State tensors with fewer local elements stay on the device (>= 0).
+        packed: Move one contiguous run per batch (True) or one copy per tensor (False).
+        staging_buffers: Device buffers the batches travel through (>= 2). The device holds at most
+            ``staging_buffers`` x the largest batch of state during a step.
+        release_staging: Give the staging buffers back between steps, so that an idle optimizer holds no
+            device memory. False keeps them allocated: a little faster, ``staging_buffers`` batches held.
+        timeout_secs: Bound of every wait for a copy (> 0). A copy that takes longer raises
+            :class:`~swapckpt.errors.TransferTimeoutError`.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    swap_times: int = 16
+    state_keys: tuple[str, ...] | None = None
+    min_numel: int = 1024
+    packed: bool = True
+    staging_buffers: int = 3
+    release_staging: bool = True
+    timeout_secs: float = 600.0
+
+    def __post_init__(self) -> None:
+        require_int("swap_times", self.swap_times, minimum=1)
+        require_int("min_numel", self.min_numel, minimum=0)
+        require_int("staging_buffers", self.staging_buffers, minimum=2)
+        require_bool("packed", self.packed)
+        require_bool("release_staging", self.release_staging)
+        require_positive("timeout_secs", self.timeout_secs)
+        self._validate_state_keys()
+
+    def _validate_state_keys(self) -> None:
+        keys = self.state_keys
+        if keys is None:
+            return
+        # A lone string is a sequence of letters: the most likely mistake, and a silent one.
+        if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
+            msg = f"state_keys must be None or a sequence of non-empty strings, got {keys!r}."
+            raise ConfigError(msg)
+        if not keys:
+            msg = "state_keys must be None (swap every eligible tensor) or name at least one key, got ()."
+            raise ConfigError(msg)
+        object.__setattr__(self, "state_keys", tuple(keys))

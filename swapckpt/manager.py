@@ -1,0 +1,263 @@
+"""StateManager: the DCP Stateful of a model's optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from swapckpt._torch import local_of
+from swapckpt.config import SwapConfig
+from swapckpt.device import device_for
+from swapckpt.errors import FqnError, listing
+from swapckpt.fqn import named_parameters
+from swapckpt.optimizer import (
+    is_swapped,
+    load_into,
+    recovery,
+    release,
+    swap_of,
+    swap_optimizer,
+    swapped_state,
+)
+from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
+from swapckpt.statedict import Incoming, LiveState, StateView, flat_layout, nested_layout
+from swapckpt.trace import Timeline
+from swapckpt.update import unhooked_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from swapckpt.device import Device
+    from swapckpt.optimizer import Swap
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Accounted bytes of swapped state, now and at the peak since the last ``reset_peak_memory``."""
+
+    device_nbytes: int
+    device_peak_nbytes: int
+    host_nbytes: int
+    host_peak_nbytes: int
+
+
+class StateManager:
+    """Owns the state of one or several optimizers over one model and speaks ``Stateful`` to DCP.
+
+    ``manager`` can be registered wherever DCP takes a ``Stateful``: ``dcp.save({"optimizer": manager}, ...)``.
+    What DCP saves are the mirrors themselves; what it loads goes straight into them. Nothing is copied, no
+    device is touched, and no optimizer is ever stepped to find out what its state looks like.
+
+    Args:
+        model: The module that gives parameters their names (FQNs), wrapped or not.
+        optimizer: One optimizer, or a mapping of name to optimizer over disjoint parameters.
+        config: How to swap; None leaves the optimizers unadopted: same export and load, no step overhead.
+        flat: Export stock's flattened layout instead of the nested one. Loading accepts both.
+        device: Device to swap through; default the parameters' own.
+
+    Raises:
+        AdoptionError: An optimizer cannot be adopted; none is then.
+        FqnError: A parameter is not in ``model``, or two optimizers hold the same one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Mapping[str, Optimizer],
+        config: SwapConfig | None = None,
+        *,
+        flat: bool = False,
+        device: Device | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
+        self.flat = flat
+        self._config = config if config is not None else SwapConfig()
+        self._names = named_parameters(model)
+        self._check_ownership()
+        self._views: list[StateView] = []
+        adopted: list[Optimizer] = []
+        try:
+            for each in self.optimizers.values():
+                if config is not None:
+                    swap_optimizer(each, config, device=device)
+                    adopted.append(each)
+                self._views.append(self._view(each))
+        except BaseException:
+            for each in adopted:  # all or none
+                release(each)
+            raise
+
+    def _view(self, optimizer: Optimizer) -> StateView:
+        if not is_swapped(optimizer):
+            return LiveState(optimizer, unhooked_step(optimizer), self._names)
+        swap_of(optimizer).rename(self._names)
+        return swapped_state(optimizer)
+
+    def _check_ownership(self) -> None:
+        """Every parameter has a name, and one owner.
+
+        Raises:
+            FqnError: Lists all offenders.
+        """
+        owners: dict[Tensor, str] = {}
+        problems = []
+        for owner, optimizer in self.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                for position, param in enumerate(group["params"]):
+                    if param not in self._names:
+                        where = f"optimizer {owner!r}, group {index}, parameter {position}"
+                        problems.append(f"{where}, shape {list(param.shape)}: not a parameter of the model")
+                    elif param in owners:
+                        name = self._names[param][0]
+                        problems.append(f"{name}: held by optimizers {owners[param]!r} and {owner!r}")
+                    owners[param] = owner
+        if problems:
+            msg = f"{len(problems)} parameters cannot be named:{listing(problems)}"
+            raise FqnError(msg)
+
+    def _swaps(self) -> list[Swap]:
+        return [swap_of(each) for each in self.optimizers.values() if is_swapped(each)]
+
+    def _require_idle(self, action: str) -> None:
+        for swap in self._swaps():
+            swap.require_idle(action)
+
+    def _sync(self) -> None:
+        """Follow parameters and groups that were added since the last call."""
+        params = (p for each in self.optimizers.values() for group in each.param_groups for p in group["params"])
+        if any(param not in self._names for param in params):
+            self._names.update(named_parameters(self.model))
+        self._check_ownership()
+        for optimizer in self.optimizers.values():
+            if is_swapped(optimizer):
+                swap_of(optimizer).sync_params(optimizer)
+                swap_of(optimizer).rename(self._names)
+
+    # ------------------------------------------------------------------ Stateful
+
+    def state_dict(self) -> dict[str, object]:
+        """The state of all optimizers by FQN, as aliases: no copy, no device traffic.
+
+        State that does not exist yet is exported as a template that DCP can load into; it does not change the
+        optimizer. The tensors are valid until the next ``step()``.
+
+        Raises:
+            PhaseError: A step is running, or an earlier one failed (outside ``recovery()``).
+            UnsupportedOptimizerError: A never-stepped optimizer whose state cannot be told beforehand.
+        """
+        self._require_idle("export state")
+        self._sync()
+        return flat_layout(self._views) if self.flat else nested_layout(self._views)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, object],
+        *,
+        allow_missing: bool = False,
+        accept_parameters: bool = False,
+    ) -> None:
+        """Restore from a state dict of either layout, ours or stock's. Never steps, never touches the device.
+
+        Tensors that ``state_dict()`` handed out and DCP read into are recognised and not copied again.
+
+        Args:
+            state_dict: Nested (``state``, ``param_groups``) or flat (``state.{fqn}.{key}``).
+            allow_missing: Parameters without an entry have no state afterwards, instead of an error.
+            accept_parameters: The parameters were restored too: clear the failure of an earlier step.
+
+        Raises:
+            SchemaError: Lists everything that is missing, unexpected, misshaped or wrongly typed. Nothing was
+                changed.
+            StateFailedError: An earlier step failed, and ``accept_parameters`` is False.
+        """
+        with ExitStack() as stack:
+            if accept_parameters:
+                stack.enter_context(self.recovery())
+            self._require_idle("load a state dict")
+            self._sync()
+            incoming = Incoming.from_layout(state_dict, self._views)
+            incoming.check(allow_missing=allow_missing)
+            load_into(self._swaps(), incoming.restore)
+
+    @contextmanager
+    def recovery(self) -> Iterator[None]:
+        """Let a failed optimizer be loaded: restore parameters and optimizer together inside, for example by
+        one ``dcp.load({"model": ..., "optimizer": manager})``."""
+        with recovery(*(each for each in self.optimizers.values() if is_swapped(each))):
+            yield
+
+    # ------------------------------------------------------------------ figures
+
+    def memory(self) -> MemoryStats:
+        """Accounted bytes of swapped state over all optimizers."""
+        ledgers = [swap.device.ledger for swap in self._swaps()]
+        return MemoryStats(
+            device_nbytes=sum(ledger.device_nbytes for ledger in ledgers),
+            device_peak_nbytes=sum(ledger.device_peak_nbytes for ledger in ledgers),
+            host_nbytes=sum(ledger.host_nbytes for ledger in ledgers),
+            host_peak_nbytes=sum(ledger.host_peak_nbytes for ledger in ledgers),
+        )
+
+    def reset_peak_memory(self) -> None:
+        """Start new peaks from the current figures."""
+        for swap in self._swaps():
+            swap.device.ledger.reset_peak()
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record load, update and offload of every batch of the steps taken inside."""
+        timeline = Timeline()
+        devices = [swap.device for swap in self._swaps()]
+        for device in devices:
+            device.timeline = timeline
+        try:
+            yield timeline
+        finally:
+            for device in devices:
+                device.timeline = None
+
+    def report(self, *, gbps: float | None = None) -> SwapReport:
+        """What adoption gives and costs, before or after training has begun.
+
+        Args:
+            gbps: Bandwidth of the link in GB/s, each direction. None measures it with one pinned copy.
+        """
+        self._sync()
+        devices = [swap.device for swap in self._swaps()]
+        device = devices[0] if devices else device_for(self._torch_device(), timeout_secs=60.0)
+        footprints = [
+            footprint(
+                local_of(param),
+                ((key, spec[0]) for key, spec in (view.expected(param) or {}).items() if spec is not None),
+                name=view.name(param),
+                config=self._config,
+            )
+            for view in self._views
+            for _, param in view.params()
+        ]
+        return build_report(
+            footprints,
+            self._config,
+            gbps=gbps if gbps is not None else measure_gbps(device),
+            cuts=self._cuts(),
+        )
+
+    def _cuts(self) -> list[range]:
+        """Batches of all adopted optimizers, as ranges over their parameters one after the other."""
+        cuts, end = [], 0
+        for swap in self._swaps():
+            for batch in swap.table.batches:
+                cuts.append(range(end, end + len(batch.params)))
+                end += len(batch.params)
+        return cuts
+
+    def _torch_device(self) -> torch.device:
+        return next((param.device for param in self.model.parameters()), torch.device("cpu"))

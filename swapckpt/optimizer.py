@@ -1,0 +1,551 @@
+"""In-place adoption: the optimizer stays the same object of the same class family, and now it swaps."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from swapckpt._torch import (
+    called_by_fake_step,
+    is_scheduler_wrapper,
+    local_of,
+    spec_of,
+    track_step_calls,
+    wrap_local,
+)
+from swapckpt.config import SwapConfig
+from swapckpt.device import device_for
+from swapckpt.errors import (
+    AdoptionError,
+    ConfigError,
+    GradientError,
+    PhaseError,
+    StateFailedError,
+    StepError,
+    listing,
+)
+from swapckpt.fence import Gate, OpenGate
+from swapckpt.memory import HostArena
+from swapckpt.pipeline import Pipeline
+from swapckpt.plan import partition
+from swapckpt.state import StateTable
+from swapckpt.statedict import Incoming, SwappedState
+from swapckpt.template import describe
+from swapckpt.update import BatchedUpdate, unhooked_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from swapckpt.device import Device
+    from swapckpt.state import Batch
+
+
+class Phase(Enum):
+    """What may be called now."""
+
+    IDLE = "idle"  # everything; the device holds no swapped state
+    STEPPING = "stepping"  # nothing; state is travelling
+    LOADING = "loading"  # nothing; a state dict is being written into the mirrors
+    FAILED = "failed"  # only a load inside recovery(); parameters and state may be torn
+
+
+class Swap:
+    """Everything swapping adds to one optimizer. Owned by the optimizer, holds no reference back to it."""
+
+    def __init__(
+        self, optimizer: Optimizer, config: SwapConfig, *, device: Device, names: Mapping[Tensor, str]
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.original_class = type(optimizer)
+        self.original_step = unhooked_step(optimizer)
+        self.phase = Phase.IDLE
+        self.failure: BaseException | None = None
+        self.recovering = False
+        self.names = {param: (name,) for param, name in names.items()}
+        self.arena = HostArena(device)
+        self.table = StateTable(config, self.arena, device.device)
+        self.pipeline = Pipeline(self.table, device, config=config, gate=OpenGate())
+        self.incoming: Incoming | None = None
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._subsets: list[list[tuple[int, list[Tensor]]]] = []
+        self._known_groups: list[list[Tensor]] = []
+        self._budget_nbytes = 0
+
+    # ------------------------------------------------------------------ phases
+
+    def require_idle(self, action: str) -> None:
+        """Raise unless ``action`` is legal now.
+
+        Raises:
+            StateFailedError: The state is torn and no recovery is under way.
+            PhaseError: A step or load is running.
+        """
+        if self.phase is Phase.FAILED and not self.recovering:
+            msg = (
+                f"Cannot {action}: an earlier step or load failed midway ({self.failure}). Parameters and state "
+                "may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(optimizer):`."
+            )
+            raise StateFailedError(msg) from self.failure
+        if self.phase in (Phase.STEPPING, Phase.LOADING):
+            msg = f"Cannot {action} while the optimizer is {self.phase.value}. Call it between steps."
+            raise PhaseError(msg)
+
+    def fail(self, error: BaseException) -> None:
+        """Parameters or state are torn; the first cause is kept."""
+        self.failure = self.failure or error
+        self.phase = Phase.FAILED
+
+    # ------------------------------------------------------------------ parameters
+
+    def sync_params(self, optimizer: Optimizer) -> None:
+        """Follow changes of ``param_groups``: new parameters become new batches, removed ones are not stepped."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        if _same_params(groups, self._known_groups):
+            return
+        self._known_groups = [list(params) for params in groups]
+        live = {param: index for index, params in enumerate(groups) for param in params}
+        known = self.table.entries
+        fresh = [param for param in live if param not in known]
+        for batch in self.table.batches:
+            batch.params = [entry for entry in batch.params if entry.param in live]
+        for param, group in live.items():
+            if param in known:
+                known[param].group = group
+        self._add(optimizer, fresh, live)
+        self._subsets = self._group_subsets(optimizer)
+
+    def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
+        costs = [local_of(param).nbytes for param in fresh]
+        total = sum(costs)
+        if self._budget_nbytes == 0:
+            max_batches = self.config.swap_times
+        else:  # later additions: as many batches as keep them no larger than the first ones
+            max_batches = max(1, -(-total // self._budget_nbytes))
+        cuts = partition(costs, max_batches) if fresh else ()
+        named = [(self._name(optimizer, param, groups[param]), param, groups[param]) for param in fresh]
+        self.table.add(named, cuts)
+        largest = max((sum(costs[cut.start : cut.stop]) for cut in cuts), default=0)
+        self._budget_nbytes = max(self._budget_nbytes, largest)
+
+    def rename(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
+        """Take the names (first one and aliases) of a model's parameters."""
+        self.names.update(names)
+        for param, entry in self.table.entries.items():
+            entry.name = self.names[param][0]
+
+    def _name(self, optimizer: Optimizer, param: Tensor, group: int) -> str:
+        if param in self.names:
+            return self.names[param][0]
+        fields = optimizer.param_groups[group]
+        position = next(index for index, other in enumerate(fields["params"]) if other is param)
+        named = fields.get("param_names")
+        name = str(named[position]) if named else f"group{group}.param{position}"
+        self.names[param] = (name,)
+        return name
+
+    def _group_subsets(self, optimizer: Optimizer) -> list[list[tuple[int, list[Tensor]]]]:
+        """Per batch the groups to narrow. Groups without parameters go along with the first batch."""
+        subsets: list[dict[int, list[Tensor]]] = []
+        for batch in self.table.batches:
+            subset: dict[int, list[Tensor]] = {}
+            for entry in batch.params:
+                subset.setdefault(entry.group, []).append(entry.param)
+            subsets.append(subset)
+        used = {group for subset in subsets for group in subset}
+        if subsets:
+            subsets[0] |= {group: [] for group in range(len(optimizer.param_groups)) if group not in used}
+        return [sorted(subset.items()) for subset in subsets]
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> object:
+        """One optimizer step through the pipeline. Returns the closure's loss."""
+        self.require_idle("step")
+        if self.phase is Phase.FAILED:
+            msg = "Cannot step inside recovery(): restore parameters and state first, then leave it."
+            raise PhaseError(msg)
+        view = swapped_state(optimizer)
+        if self._is_fake_step(optimizer):
+            view.bind_templates()
+            return None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        view.settle_templates()
+        self.sync_params(optimizer)
+        self._activate_gradients()
+        self._run(optimizer)
+        return loss
+
+    def _is_fake_step(self, optimizer: Optimizer) -> bool:
+        never_stepped = not optimizer.state
+        return never_stepped and all(not group.get("lr") for group in optimizer.param_groups) and (
+            called_by_fake_step()
+        )
+
+    def _activate_gradients(self) -> None:
+        """Note which parameters have gradients, after checking all of them: an error here changes nothing.
+
+        Raises:
+            GradientError: Lists every parameter whose gradient is sparse or on another device or dtype.
+        """
+        offenders = []
+        for batch in self.table.batches:
+            batch.active = [entry for entry in batch.params if entry.param.grad is not None]
+            for entry in batch.active:
+                param, grad = entry.param, entry.param.grad
+                if grad is None:
+                    continue
+                if grad.layout != torch.strided:
+                    offenders.append(f"{entry.name}: {grad.layout}, expected a dense gradient")
+                elif grad.device != param.device or grad.dtype != param.dtype:
+                    offenders.append(
+                        f"{entry.name}: {grad.dtype} on {grad.device}, expected {param.dtype} on {param.device}"
+                    )
+        if offenders:
+            msg = f"{len(offenders)} gradients cannot be used; nothing was updated:{listing(offenders)}"
+            raise GradientError(msg)
+
+    def _run(self, optimizer: Optimizer) -> None:
+        self.phase = Phase.STEPPING
+        try:
+            with BatchedUpdate(optimizer, self.original_step) as update:
+
+                def step_batch(batch: Batch) -> None:
+                    update.run(self._subsets[batch.index])
+
+                self.pipeline.run(optimizer.state, step_batch)
+        except BaseException as error:
+            self.phase = Phase.IDLE
+            if self.pipeline.updates_started:
+                self.fail(error)
+            raise
+        self.phase = Phase.IDLE
+
+    def offload_existing(self, optimizer: Optimizer) -> None:
+        """Move state that exists already into mirrors. On failure the bindings are as before."""
+        before = {param: dict(values) for param, values in optimizer.state.items()}
+        for batch in self.table.batches:
+            batch.active = [entry for entry in batch.params if optimizer.state.get(entry.param)]
+        try:
+            self.pipeline.run(optimizer.state, _no_update)
+        except StepError as error:
+            for param, values in before.items():
+                optimizer.state[param].update(values)
+            msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
+            raise AdoptionError(msg) from error
+
+    def set_gate(self, gate: Gate) -> None:
+        """Install the gate that guards mirrors against being overwritten."""
+        self.pipeline.gate = gate
+
+
+def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:
+    """True when both hold the same parameters in the same places. Runs in every step: identity, no hashing."""
+    return [len(params) for params in groups] == [len(params) for params in known] and all(
+        all(map(operator.is_, params, others)) for params, others in zip(groups, known, strict=True)
+    )
+
+
+def _no_update(batch: Batch) -> None:
+    """Adoption moves existing state through the pipeline without updating anything."""
+
+
+class SwapMixin(Optimizer):
+    """Methods that adoption puts in front of the optimizer's own class."""
+
+    _swap: Swap
+    _swapped_state: SwappedState
+
+    def step(self, closure: Callable[[], object] | None = None) -> object:  # type: ignore[override]
+        """Perform one optimizer step: load, update and offload batch after batch.
+
+        Returns when every mirror is written, so ``optimizer.state`` always shows real values.
+
+        Raises:
+            GradientError: Before the first update; nothing changed.
+            StepError: The step failed in a batch; the message says whether anything was updated.
+            StateFailedError: An earlier step failed and nothing was restored since.
+        """
+        return self._swap.step(self, closure)
+
+    def add_param_group(self, param_group: dict[str, object]) -> None:
+        """Add a group; its parameters become new batches with the next step."""
+        super().add_param_group(param_group)
+        if "_swap" in self.__dict__:
+            self._swap.sync_params(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A class made at run time has no importable name: pickle the original class and adopt again.
+        swap = self._swap
+        swap.require_idle("copy or pickle the optimizer")
+        self._swapped_state.settle_templates()
+        state = {
+            "defaults": self.defaults,
+            "state": {param: dict(values) for param, values in self.state.items()},
+            "param_groups": [dict(group) for group in self.param_groups],
+        }
+        names = {param: name for param, (name, *_) in swap.names.items() if param in swap.table.entries}
+        return _readopt, (swap.original_class, swap.config, names, state)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:  # type: ignore[override]
+        del protocol
+        return self.__reduce__()
+
+
+def _readopt(
+    cls: type[Optimizer], config: SwapConfig, names: dict[Tensor, str], state: dict[str, object]
+) -> Optimizer:
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    return swap_optimizer(optimizer, config, names=names)
+
+
+_SWAPPED_CLASSES: dict[type[Optimizer], type[SwapMixin]] = {}
+
+
+def _swapped_class(cls: type[Optimizer]) -> type[SwapMixin]:
+    """``SwapAdamW(SwapMixin, AdamW)`` for ``AdamW``, with torch's hook wrapper around the new ``step``."""
+    swapped = _SWAPPED_CLASSES.get(cls)
+    if swapped is None:
+        step = Optimizer.profile_hook_step(SwapMixin.step)
+        step.hooked = True  # type: ignore[attr-defined] # torch's own mark: it must not wrap the step again
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "step": step}
+        swapped = type(f"Swap{cls.__name__}", (SwapMixin, cls), namespace)
+        _SWAPPED_CLASSES[cls] = swapped
+    return swapped
+
+
+def is_swapped(optimizer: Optimizer) -> bool:
+    """True for an optimizer that ``swap_optimizer`` has adopted."""
+    return isinstance(optimizer, SwapMixin)
+
+
+def swap_of(optimizer: Optimizer) -> Swap:
+    """The swap of an adopted optimizer.
+
+    Raises:
+        AdoptionError: The optimizer is not adopted.
+    """
+    if not isinstance(optimizer, SwapMixin):
+        msg = f"This {type(optimizer).__name__} is not swapped. Call swapckpt.swap_optimizer(optimizer) first."
+        raise AdoptionError(msg)
+    return optimizer._swap  # noqa: SLF001 - declared by our own mixin
+
+
+def swapped_state(optimizer: Optimizer) -> SwappedState:
+    """The state view of an adopted optimizer."""
+    swap_of(optimizer)
+    assert isinstance(optimizer, SwapMixin)  # noqa: S101 - swap_of has checked it
+    return optimizer._swapped_state  # noqa: SLF001 - declared by our own mixin
+
+
+def swap_optimizer(
+    optimizer: Optimizer,
+    config: SwapConfig | None = None,
+    *,
+    device: Device | None = None,
+    names: Mapping[Tensor, str] | None = None,
+) -> Optimizer:
+    """Adopt ``optimizer`` in place: from now on its state lives on the host and ``step()`` swaps it.
+
+    The object keeps its identity, ``isinstance`` relations, groups, hooks, schedulers and ``GradScaler``
+    attributes. State that exists already is moved to the host.
+
+    Args:
+        optimizer: Any per-parameter ``torch.optim`` optimizer.
+        config: How to swap; default ``SwapConfig()``.
+        device: The device to swap through; default the one the parameters are on.
+        names: Names of parameters for messages and export; default those of ``named_parameters`` groups.
+
+    Returns:
+        The same object.
+
+    Raises:
+        AdoptionError: The optimizer is adopted already, its parameters are spread over devices, or its
+            ``step`` is wrapped in a way that would bypass swapping. It is left unchanged.
+        UnsupportedOptimizerError: The optimizer cannot be stepped in batches.
+        ConfigError: ``state_keys`` names a key that the optimizer does not create.
+    """
+    config = config if config is not None else SwapConfig()
+    _refuse(optimizer)
+    torch_device = _common_device(optimizer)
+    device = device if device is not None else device_for(torch_device, timeout_secs=config.timeout_secs)
+    swap = Swap(optimizer, config, device=device, names=names or {})
+    if config.state_keys is not None:
+        _check_state_keys(optimizer, swap)
+    scheduled = "step" in optimizer.__dict__
+    swap.sync_params(optimizer)
+    swap.offload_existing(optimizer)
+    optimizer.__class__ = _swapped_class(type(optimizer))
+    assert isinstance(optimizer, SwapMixin)  # noqa: S101 - its class was just set
+    optimizer._swap = swap  # noqa: SLF001 - declared by our own mixin
+    optimizer._swapped_state = SwappedState(  # noqa: SLF001
+        optimizer,
+        swap.original_step,
+        names=swap.names,
+        table=swap.table,
+        config=config,
+        gate=lambda: swap.pipeline.gate,
+    )
+    if scheduled:
+        optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign]
+    swap.hooks = [
+        optimizer.register_load_state_dict_pre_hook(_strip),
+        optimizer.register_load_state_dict_post_hook(_restore, prepend=True),
+        optimizer.register_state_dict_pre_hook(_refuse_export),
+    ]
+    try:
+        _probe(optimizer)
+    except AdoptionError:
+        release(optimizer)
+        raise
+    return optimizer
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    if is_swapped(optimizer):
+        msg = f"This {type(optimizer).__name__} is adopted already. Call swapckpt.release(optimizer) first."
+        raise AdoptionError(msg)
+    wrapper = optimizer.__dict__.get("step")
+    if wrapper is not None and not is_scheduler_wrapper(wrapper):
+        msg = (
+            f"optimizer.step was replaced on this instance by {wrapper!r}, which would bypass swapping. "
+            "Adopt the optimizer before wrapping its step."
+        )
+        raise AdoptionError(msg)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(set(params)) != len(params):
+        msg = "A parameter appears more than once in param_groups. List each parameter once."
+        raise AdoptionError(msg)
+
+
+def _common_device(optimizer: Optimizer) -> torch.device:
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    if len(devices) > 1:
+        msg = f"The parameters are on {sorted(map(str, devices))}; one optimizer is swapped through one device."
+        raise AdoptionError(msg)
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type == "meta":
+        msg = "The parameters are on the meta device. Materialise them (model.to_empty) before adopting."
+        raise AdoptionError(msg)
+    return device
+
+
+def _check_state_keys(optimizer: Optimizer, swap: Swap) -> None:
+    params = [
+        (index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]
+    ]
+    existing = {key for values in optimizer.state.values() for key in values}
+    described = describe(optimizer, swap.original_step, params) if not existing else {}
+    known = existing | {key for templates in described.values() for key in templates}
+    unknown = sorted(set(swap.config.state_keys or ()) - known)
+    if unknown:
+        msg = (
+            f"state_keys names {unknown}, which {swap.original_class.__name__} does not create with these "
+            f"settings. It creates {sorted(known)}."
+        )
+        raise ConfigError(msg)
+
+
+def _probe(optimizer: Optimizer) -> None:
+    """Make sure that ``optimizer.step()`` reaches the mixin, whatever wraps it."""
+    if inspect.unwrap(optimizer.step) is not SwapMixin.step:
+        msg = f"optimizer.step is {optimizer.step!r} after adoption and would bypass swapping."
+        raise AdoptionError(msg)
+
+
+def release(optimizer: Optimizer) -> Optimizer:
+    """Undo ``swap_optimizer``: state moves back to the parameters' device, the class is the original one.
+
+    Raises:
+        AdoptionError: The optimizer is not adopted.
+        PhaseError: A step is running, or an earlier one failed.
+    """
+    swap = swap_of(optimizer)
+    swap.require_idle("release the optimizer")
+    swapped_state(optimizer).settle_templates()
+    scheduled = "step" in optimizer.__dict__
+    for entry in swap.table.entries.values():
+        values = optimizer.state.get(entry.param, {})
+        for key, tensor in entry.tensors.items():
+            values[key] = _on_device(tensor.mirror, swap.device.device)
+    for hook in swap.hooks:
+        hook.remove()
+    del optimizer.__dict__["_swap"], optimizer.__dict__["_swapped_state"]
+    optimizer.__class__ = swap.original_class
+    if scheduled:
+        optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    local = local_of(value)
+    copy = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
+    return wrap_local(copy.copy_(local), spec_of(value))
+
+
+@contextmanager
+def recovery(*optimizers: Optimizer) -> Iterator[None]:
+    """Let failed optimizers be loaded. Restore parameters and optimizer state together inside.
+
+    Leaving the block normally makes every optimizer IDLE that was loaded inside; one that was not stays
+    FAILED. Leaving it by an exception changes nothing.
+    """
+    swaps = [swap_of(optimizer) for optimizer in optimizers]
+    for swap in swaps:
+        swap.recovering = True
+    try:
+        yield
+    finally:
+        for swap in swaps:
+            swap.recovering = False
+
+
+# ------------------------------------------------- torch's own load_state_dict and state_dict
+
+
+def _strip(optimizer: Optimizer, state_dict: dict[str, object]) -> dict[str, object]:
+    """Keep state away from torch, which would cast it to the parameters' dtype and move it to the device."""
+    swap = swap_of(optimizer)
+    swap.require_idle("load a state dict")
+    swap.sync_params(optimizer)
+    swap.incoming = Incoming.from_positions(state_dict, swapped_state(optimizer))
+    swap.incoming.check(allow_missing=True)
+    return {**state_dict, "state": {}}
+
+
+def _restore(optimizer: Optimizer) -> None:
+    swap = swap_of(optimizer)
+    incoming, swap.incoming = swap.incoming, None
+    if incoming is not None:
+        load_into([swap], incoming.restore)
+
+
+def load_into(swaps: Sequence[Swap], restore: Callable[[], None]) -> None:
+    """Run ``restore`` in Phase LOADING: IDLE after it, FAILED if it raises."""
+    for swap in swaps:
+        swap.phase = Phase.LOADING
+    try:
+        restore()
+    except BaseException as error:
+        for swap in swaps:
+            swap.failure = None
+            swap.fail(error)
+        raise
+    for swap in swaps:
+        swap.phase, swap.failure = Phase.IDLE, None
+
+
+def _refuse_export(optimizer: Optimizer) -> None:
+    swap_of(optimizer).require_idle("export state")

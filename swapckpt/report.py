@@ -1,0 +1,143 @@
+"""What adopting an optimizer gives and costs, told before the first step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from swapckpt.memory import HostArena
+from swapckpt.plan import Op, OpKind, StepPlan, align_up, lay_out, partition
+from swapckpt.state import ineligibility
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from swapckpt.config import SwapConfig
+    from swapckpt.device import Device
+    from swapckpt.plan import TensorSpec
+
+_PROBE_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ParamFootprint:
+    """State of one parameter on this rank: swapped bytes, and what stays on the device with its reason."""
+
+    name: str
+    nbytes: int  # of the parameter's own local shard: what batches are balanced by
+    swapped_nbytes: int
+    resident: tuple[tuple[str, int], ...] = ()  # (reason, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReport:
+    """Figures of one rank. ``str()`` renders them for a terminal.
+
+    ``step_secs`` is the time the transfers take when nothing else limits the step; an update that takes longer
+    on the device hides them.
+    """
+
+    device_freed_nbytes: int
+    staging_peak_nbytes: int
+    host_nbytes: int
+    num_batches: int
+    largest_batch_nbytes: int
+    largest_param: str
+    largest_param_nbytes: int
+    gbps: float
+    step_secs: float
+    resident: tuple[tuple[str, int, int], ...]  # (reason, number of tensors, bytes)
+
+    def __str__(self) -> str:
+        lines = [
+            f"device memory freed        {format_nbytes(self.device_freed_nbytes)}",
+            f"staging peak in a step     {format_nbytes(self.staging_peak_nbytes)}",
+            f"host memory for mirrors    {format_nbytes(self.host_nbytes)}",
+            f"batches                    {self.num_batches} (largest {format_nbytes(self.largest_batch_nbytes)})",
+            f"largest parameter          {self.largest_param} "
+            f"({format_nbytes(self.largest_param_nbytes)} of state)",
+            f"transfers per step         {self.step_secs:.3g} s at {self.gbps:.3g} GB/s in each direction",
+        ]
+        lines += [
+            f"stays on the device        {format_nbytes(nbytes)} in {count} tensors: {reason}"
+            for reason, count, nbytes in self.resident
+        ]
+        return "\n".join(lines)
+
+
+def format_nbytes(nbytes: float) -> str:
+    """``1.5 GiB``: three significant digits, binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:  # noqa: PLR2004
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} TiB"
+
+
+def footprint(
+    param: Tensor, specs: Iterable[tuple[str, TensorSpec]], *, name: str, config: SwapConfig
+) -> ParamFootprint:
+    """Sort the state of one parameter (key and local geometry) into swapped and resident."""
+    swapped, resident = 0, []
+    for key, spec in specs:
+        standin = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        reason = ineligibility(standin, key=key, config=config, device=standin.device)
+        if reason is None:
+            swapped += align_up(spec.nbytes)
+        else:
+            resident.append((reason, spec.nbytes))
+    return ParamFootprint(name, param.nbytes, swapped, tuple(resident))
+
+
+def build_report(
+    footprints: Sequence[ParamFootprint], config: SwapConfig, *, gbps: float, cuts: Sequence[range] = ()
+) -> SwapReport:
+    """Figures for one rank. ``cuts`` are the batches of an adopted optimizer; default those it would get."""
+    cuts = cuts or partition([each.nbytes for each in footprints], config.swap_times)
+    batches = [sum(each.swapped_nbytes for each in footprints[cut.start : cut.stop]) for cut in cuts]
+    largest = max(footprints, key=lambda each: each.swapped_nbytes, default=ParamFootprint("none", 0, 0))
+    resident: dict[str, list[int]] = defaultdict(list)
+    for each in footprints:
+        for reason, nbytes in each.resident:
+            resident[reason].append(nbytes)
+
+    def duration_secs(op: Op) -> float:
+        return 0.0 if op.kind is OpKind.UPDATE else batches[op.batch] / (gbps * 1e9)
+
+    return SwapReport(
+        device_freed_nbytes=sum(batches),
+        staging_peak_nbytes=min(config.staging_buffers, len(batches)) * max(batches, default=0),
+        host_nbytes=sum(batches),
+        num_batches=len(batches),
+        largest_batch_nbytes=max(batches, default=0),
+        largest_param=largest.name,
+        largest_param_nbytes=largest.swapped_nbytes,
+        gbps=gbps,
+        step_secs=StepPlan(len(batches), config.staging_buffers).makespan_secs(duration_secs),
+        resident=tuple((reason, len(sizes), sum(sizes)) for reason, sizes in sorted(resident.items())),
+    )
+
+
+def measure_gbps(device: Device, *, nbytes: int = _PROBE_NBYTES, timeout_secs: float = 60.0) -> float:
+    """Bandwidth of the slower direction between host mirrors and device memory, in GB/s, from one copy each."""
+    segment = HostArena(device).allocate(lay_out([nbytes]))
+    host, buffer = segment.bytes(segment.layout.regions[0]), device.allocate(nbytes)
+    try:
+        slowest = 0.0
+        device.load.wait(device.compute().record())
+        for stream, pair in ((device.load, (buffer, host)), (device.offload, (host, buffer))):
+            for _ in range(2):  # the first copy touches fresh memory
+                begin = time.perf_counter()
+                stream.copy([pair])
+                stream.record().synchronize(timeout_secs)
+                elapsed = time.perf_counter() - begin
+            slowest = max(slowest, elapsed)
+        return nbytes / slowest / 1e9
+    finally:
+        device.release(buffer)

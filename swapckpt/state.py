@@ -1,0 +1,355 @@
+"""The registry of swapped state tensors and the only legal moves between host and device.
+
+[Note: one truth] For each state tensor exactly one of {mirror, staging view} is authoritative; ``residency``
+says which, and only the four moves ``start_load``, ``to_device``, ``start_offload`` and ``to_host`` change it.
+What is authoritative, or about to be, is what ``optimizer.state`` is bound to: bindings are replaced, storages
+never released or exchanged, so no tensor without memory can ever be reached.
+
+[Note: idle is free] Between steps every tensor is HOST: ``optimizer.state`` holds mirrors, the device nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from swapckpt._torch import DTensor, DTensorSpec, local_of, spec_of, wrap_local
+from swapckpt.plan import Region, StateId, TensorSpec, coalesce, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+
+    from torch import Tensor
+
+    from swapckpt.config import SwapConfig
+    from swapckpt.device import CopyPair
+    from swapckpt.memory import HostArena, HostSegment
+
+    OptimizerState = MutableMapping[Tensor, dict[str, object]]
+
+
+class Residency(Enum):
+    """Where the truth about a state tensor is, and what memory it costs besides the mirror."""
+
+    HOST = "host"  # the mirror; no device memory
+    LOADING = "loading"  # the mirror; a staging buffer is being filled from it
+    DEVICE = "device"  # the staging view or the tensor the update made; the mirror is stale
+    OFFLOADING = "offloading"  # on its way into the mirror; the device memory is still needed
+
+
+@dataclass(slots=True, eq=False)
+class StateTensor:
+    """One swapped state tensor of one parameter."""
+
+    id: StateId
+    spec: TensorSpec
+    placement: DTensorSpec | None
+    segment: HostSegment
+    region: Region
+    mirror: Tensor  # what optimizer.state holds when idle: a DTensor over it for a sharded parameter
+    residency: Residency = Residency.HOST
+    source: Tensor | None = None  # local tensor the update made in place of the staging view; freed at to_host
+    bound: Tensor | None = None  # what optimizer.state holds while the batch is on the device
+
+    @property
+    def host(self) -> Tensor:
+        """The mirror's local shard: exact-size host memory."""
+        return local_of(self.mirror)
+
+
+@dataclass(slots=True, eq=False)
+class ParamState:
+    """One parameter, where it is stepped, and its swapped state by key."""
+
+    name: str
+    param: Tensor
+    group: int
+    batch: int
+    tensors: dict[str, StateTensor] = field(default_factory=dict)
+    pending: dict[str, StateTensor] = field(default_factory=dict)  # reserved mirrors of state not created yet
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Parameters that are stepped together, and the host segments their state lies in."""
+
+    index: int
+    params: list[ParamState]
+    segments: list[HostSegment] = field(default_factory=list)
+    tensors: list[StateTensor] = field(default_factory=list)
+    active: list[ParamState] = field(default_factory=list)  # with a gradient in this step
+    moving: list[StateTensor] = field(default_factory=list)  # being loaded, updated or offloaded now
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of staging that this batch needs."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    def creates_state(self) -> bool:
+        """True when an active parameter has no swapped state yet, so that its update may create some."""
+        return any(not entry.tensors for entry in self.active)
+
+    def staging_offsets(self) -> dict[HostSegment, int]:
+        """Where each segment begins in the batch's staging buffer."""
+        offsets, end = {}, 0
+        for segment in self.segments:
+            offsets[segment] = end
+            end += segment.nbytes
+        return offsets
+
+
+def ineligibility(tensor: object, *, key: str, config: SwapConfig, device: torch.device) -> str | None:
+    """Why a state value stays where torch put it; None when it is swapped."""
+    if not isinstance(tensor, torch.Tensor):
+        return "not a tensor"
+    local = local_of(tensor)
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or tensor.requires_grad:
+        return f"a {type(local).__name__} with its own storage rules"
+    if not local.is_floating_point() or local.layout != torch.strided:
+        return f"not a dense floating-point tensor ({local.dtype}, {local.layout})"
+    if config.state_keys is not None and key not in config.state_keys:
+        return "not in state_keys"
+    if local.numel() < max(1, config.min_numel):
+        return f"fewer than min_numel={config.min_numel} elements"
+    if not _is_dense(local) or local.untyped_storage().nbytes() != local.nbytes:
+        return "not the only tensor of its storage, or not dense"
+    if local.device != device and local.device.type != "cpu":
+        return f"on {local.device}, not on {device}"
+    return None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True when the elements fill one block without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def tensor_spec(local: Tensor) -> TensorSpec:
+    """Geometry of a local tensor."""
+    return TensorSpec(tuple(local.shape), tuple(local.stride()), local.dtype)
+
+
+def byte_view(local: Tensor) -> Tensor:
+    """The bytes of a dense tensor, 1-D, in memory order. No copy."""
+    return local.as_strided((local.numel(),), (1,)).view(torch.uint8)
+
+
+class StateTable:
+    """All parameters of one optimizer in step order, cut into batches, with their swapped state."""
+
+    def __init__(self, config: SwapConfig, arena: HostArena, device: torch.device) -> None:
+        self._config = config
+        self._arena = arena
+        self._device = device
+        self.entries: dict[Tensor, ParamState] = {}
+        self.batches: list[Batch] = []
+
+    def add(self, params: Sequence[tuple[str, Tensor, int]], cuts: Iterable[range]) -> None:
+        """Append parameters ``(name, parameter, group index)`` as new batches.
+
+        Batches that exist keep their place: a layout never moves.
+        """
+        for cut in cuts:
+            batch = Batch(len(self.batches), [])
+            for name, param, group in params[cut.start : cut.stop]:
+                entry = ParamState(name, param, group, batch.index)
+                self.entries[param] = entry
+                batch.params.append(entry)
+            self.batches.append(batch)
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Every swapped tensor that has been created, in step order."""
+        for batch in self.batches:
+            for entry in batch.params:
+                yield from entry.tensors.values()
+
+    @property
+    def swapped_nbytes(self) -> int:
+        """Bytes of swapped state, without alignment."""
+        return sum(tensor.spec.nbytes for tensor in self.tensors())
+
+    @property
+    def largest_batch_nbytes(self) -> int:
+        """Bytes of staging that the largest batch needs."""
+        return max((batch.staged_nbytes for batch in self.batches), default=0)
+
+    # ------------------------------------------------------------------ the four moves
+
+    def start_load(self, batch: Batch, buffer: Tensor | None) -> list[CopyPair]:
+        """HOST -> LOADING. Returns the copies from the mirrors of active parameters into ``buffer``."""
+        batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
+        if buffer is None or not batch.moving:
+            return []
+        pairs = self._runs(batch, buffer)
+        for tensor in batch.moving:
+            tensor.residency = Residency.LOADING
+        return pairs
+
+    def to_device(self, batch: Batch, buffer: Tensor | None, state: OptimizerState) -> None:
+        """LOADING -> DEVICE. Binds the staging views; the compute stream is ordered after the load."""
+        if buffer is None:
+            return
+        offsets = batch.staging_offsets()
+        typed: dict[torch.dtype, Tensor] = {}
+        for entry in batch.active:
+            values = state[entry.param] if entry.tensors else {}
+            for key, tensor in entry.tensors.items():
+                dtype = tensor.spec.dtype
+                if dtype not in typed:
+                    typed[dtype] = buffer[: buffer.nbytes - buffer.nbytes % dtype.itemsize].view(dtype)
+                begin = offsets[tensor.segment] + tensor.region.offset_nbytes
+                local = typed[dtype].as_strided(
+                    tensor.spec.shape, tensor.spec.stride, begin // dtype.itemsize
+                )
+                tensor.bound = values[key] = wrap_local(local, tensor.placement)
+                tensor.residency = Residency.DEVICE
+
+    def discover(self, batch: Batch, state: OptimizerState) -> list[StateTensor]:
+        """After the update: adopt state it created, replaced or removed. Returns tensors with a new source.
+
+        State is discovered, not declared: whatever tensors the update left in ``optimizer.state`` and are
+        eligible get a mirror; the next load brings them back.
+        """
+        fresh: list[tuple[ParamState, str, Tensor]] = []
+        replaced: list[StateTensor] = []
+        for entry in batch.active:
+            values = state.get(entry.param, {})
+            for key, value in values.items():
+                known = entry.tensors.get(key)
+                if known is not None and value is known.bound:
+                    continue
+                if known is not None and self._accepts(known, value):
+                    known.source = local_of(value)
+                    replaced.append(known)
+                elif ineligibility(value, key=key, config=self._config, device=self._device) is None:
+                    fresh.append((entry, key, value))
+            self._forget_missing(entry, values)
+        created = self._reserve_for(batch, fresh)
+        batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
+        return replaced + created
+
+    def start_offload(self, batch: Batch, buffer: Tensor | None) -> list[CopyPair]:
+        """DEVICE -> OFFLOADING. Returns the copies from staging, and from created state, into the mirrors."""
+        pairs = self._runs(batch, buffer, reverse=True) if buffer is not None else []
+        for tensor in batch.moving:
+            if tensor.source is not None:
+                pairs.append((tensor.segment.bytes(tensor.region), byte_view(tensor.source)))
+            tensor.residency = Residency.OFFLOADING
+        return pairs
+
+    def bind_mirrors(self, batch: Batch, state: OptimizerState) -> None:
+        """Rebind everything that moves to its mirror. The content counts only after ``to_host``."""
+        for entry in batch.active:
+            if entry.tensors:
+                values = state[entry.param]
+                for key, tensor in entry.tensors.items():
+                    values[key] = tensor.mirror
+                    tensor.bound = tensor.source = None
+
+    def to_host(self, batch: Batch) -> None:
+        """OFFLOADING -> HOST. The caller has host-waited for the event that covers the copies."""
+        for tensor in batch.moving:
+            tensor.residency = Residency.HOST
+        batch.moving = []
+
+    def abandon(self, state: OptimizerState) -> None:
+        """After a failure: whatever was in flight is HOST again, with the content its mirror happens to have."""
+        for batch in self.batches:
+            batch.active = [entry for entry in batch.params if entry.tensors and entry.param in state]
+            self.bind_mirrors(batch, state)
+            for entry in batch.active:
+                for tensor in entry.tensors.values():
+                    tensor.residency = Residency.HOST
+            batch.active, batch.moving = [], []
+
+    # ------------------------------------------------------------------ registration
+
+    def reserve(
+        self, batch: Batch, wanted: Sequence[tuple[ParamState, str, TensorSpec, DTensorSpec | None]]
+    ) -> list[StateTensor]:
+        """Mirrors for new state of one batch, in one segment. They are not registered with their parameter."""
+        if not wanted:
+            return []
+        layout = lay_out(spec.nbytes for _, _, spec, _ in wanted)
+        segment = self._arena.allocate(layout)
+        batch.segments.append(segment)
+        reserved = []
+        for (entry, key, spec, placement), region in zip(wanted, layout.regions, strict=True):
+            mirror = wrap_local(segment.mirror(region, spec), placement)
+            reserved.append(
+                StateTensor(StateId(entry.name, key), spec, placement, segment, region, mirror)
+            )
+        batch.tensors += reserved
+        return reserved
+
+    def forget(self, entry: ParamState, key: str) -> None:
+        """Drop one state tensor; its region stays reserved, so that the layout does not move."""
+        tensor = entry.tensors.pop(key)
+        self.batches[entry.batch].tensors.remove(tensor)
+
+    def redirect(self, batch: Batch, old: HostSegment, new: HostSegment) -> None:
+        """Let ``new`` take the place of ``old``: its regions become the mirrors. Tensors handed out stay valid
+        with the old content."""
+        batch.segments[batch.segments.index(old)] = new
+        for tensor in batch.tensors:
+            if tensor.segment is old:
+                tensor.segment = new
+                tensor.mirror = wrap_local(new.mirror(tensor.region, tensor.spec), tensor.placement)
+
+    def _accepts(self, known: StateTensor, value: object) -> bool:
+        """True when a tensor that the optimizer put in place of ours fits the same region."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) != (known.placement is not None):
+            return False
+        return tensor_spec(local_of(value)) == known.spec
+
+    def _reserve_for(
+        self, batch: Batch, fresh: Sequence[tuple[ParamState, str, Tensor]]
+    ) -> list[StateTensor]:
+        created = []
+        wanted = []
+        for entry, key, value in fresh:
+            if key in entry.tensors:
+                self.forget(entry, key)
+            spec, placement = tensor_spec(local_of(value)), spec_of(value)
+            pending = entry.pending.pop(key, None)
+            if pending is not None and pending.spec == spec:
+                pending.source = local_of(value)
+                entry.tensors[key] = pending
+                created.append(pending)
+            else:
+                wanted.append((entry, key, spec, placement))
+        sources = {(entry.name, key): local_of(value) for entry, key, value in fresh}
+        for (entry, key, _, _), tensor in zip(wanted, self.reserve(batch, wanted), strict=True):
+            tensor.source = sources[entry.name, key]
+            entry.tensors[key] = tensor
+            created.append(tensor)
+        return created
+
+    def _forget_missing(self, entry: ParamState, values: dict[str, object]) -> None:
+        for key in [key for key in entry.tensors if key not in values]:
+            self.forget(entry, key)
+
+    def _runs(self, batch: Batch, buffer: Tensor, *, reverse: bool = False) -> list[CopyPair]:
+        """Copies between segments and their places in the staging buffer, for what lies in staging."""
+        pairs: list[CopyPair] = []
+        for segment, offset in batch.staging_offsets().items():
+            regions = [
+                tensor.region
+                for tensor in batch.moving
+                if tensor.segment is segment and tensor.source is None
+            ]
+            regions.sort(key=lambda region: region.offset_nbytes)
+            for run in coalesce(regions) if self._config.packed else regions:
+                host = segment.bytes(run)
+                staged = buffer.narrow(0, offset + run.offset_nbytes, run.nbytes)
+                pairs.append((host, staged) if reverse else (staged, host))
+        return pairs

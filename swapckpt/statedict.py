@@ -1,0 +1,592 @@
+"""Optimizer state as a state dict: exported as aliases, checked against what the optimizer expects, restored.
+
+[Note: not created] State that has never been created is not zero: the next step of SGD with dampening, NAdam,
+Rprop, Adagrad or ASGD starts differently from absent state than from zeros. A state dict still needs a tensor
+for it, since DCP reads only into what the destination offers. Such a template is filled with *negative zero*:
+numerically zero to every other reader, and a mark that survives resharding, both layouts and ``torch.save``.
+A parameter whose floating-point state is all negative zero is restored as absent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from swapckpt._torch import DTensor, DTensorSpec, local_of, spec_of, wrap_local
+from swapckpt.errors import SchemaError, ShardError, UnsupportedOptimizerError, listing
+from swapckpt.plan import TensorSpec
+from swapckpt.state import ineligibility, tensor_spec
+from swapckpt.template import StateTemplate, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from swapckpt.config import SwapConfig
+    from swapckpt.fence import Gate
+    from swapckpt.state import ParamState, StateTable
+
+Values = dict[str, object]
+"""State of one parameter by key."""
+
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def mark_not_created(local: Tensor) -> None:
+    """Fill with negative zero (see [Note: not created])."""
+    local.fill_(-0.0 if local.is_floating_point() else 0)
+
+
+def is_marked(local: Tensor) -> bool:
+    """True when every element is negative zero. Looks at one element unless that one is."""
+    integer = _INT_OF_SIZE[local.element_size()]
+    bits = local.as_strided((local.numel(),), (1,)).view(integer)
+    sign_only = torch.iinfo(integer).min
+    return bool(bits[0] == sign_only) and bool((bits == sign_only).all())
+
+
+def _not_created(values: Values) -> bool:
+    locals_ = [local_of(value) for value in values.values() if isinstance(value, torch.Tensor)]
+    marked = [is_marked(local) for local in locals_ if local.is_floating_point() and local.numel()]
+    return bool(marked) and all(marked)
+
+
+class StateView(ABC):
+    """The state of one optimizer by parameter, whatever holds it.
+
+    Call sequence (the training thread, between steps; every rank on its own, no communication):
+
+    1. ``values(param)`` for export: live tensors, or a template where nothing was created yet;
+    2. a reader may write into those tensors;
+    3. ``problems(incoming)`` before anything is changed, then ``restore(incoming)``.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[..., object], names: dict[Tensor, tuple[str, ...]]
+    ) -> None:
+        # Weak: an adopted optimizer owns its view, and a cycle would keep its host memory until a collection.
+        self._optimizer = weakref.ref(optimizer)
+        self.names = names
+        self._step = step
+        self._templates: dict[Tensor, Values] = {}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose state this is."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            msg = "The optimizer of this state view no longer exists."
+            raise ReferenceError(msg)
+        return optimizer
+
+    @abstractmethod
+    def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
+        """Memory for state to come, as the optimizer would bind it. Not bound yet."""
+
+    @abstractmethod
+    def _bind(self, incoming: Mapping[Tensor, Values]) -> None:
+        """Make ``incoming`` the live state, in place where memory for it exists."""
+
+    @abstractmethod
+    def _unbind(self, param: Tensor) -> None:
+        """Make the state of ``param`` absent."""
+
+    def params(self) -> Iterator[tuple[int, Tensor]]:
+        """Group index and parameter, in the order of ``param_groups``."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            for param in group["params"]:
+                yield index, param
+
+    def name(self, param: Tensor) -> str:
+        """The name a parameter is saved under."""
+        return self.names[param][0]
+
+    def values(self, param: Tensor) -> Values:
+        """State of ``param`` by key: the live tensors themselves, or a template (see [Note: not created])."""
+        live = self.optimizer.state.get(param)
+        if live:
+            return live
+        self._prepare_templates()
+        values = self._templates.get(param, {})
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                mark_not_created(local_of(value))
+        return values
+
+    def _prepare_templates(self) -> None:
+        """Reserve memory for every parameter without state, so that each batch gets one packed segment."""
+        missing = [
+            (group, param)
+            for group, param in self.params()
+            if param.requires_grad and not self.optimizer.state.get(param) and param not in self._templates
+        ]
+        if not missing:
+            return
+        described = describe(self.optimizer, self._step, missing)
+        wanted = [
+            (param, key, template)
+            for param, templates in described.items()
+            for key, template in templates.items()
+            if template.spec is not None
+        ]
+        for _, param in missing:
+            self._templates[param] = {
+                key: template.value for key, template in described[param].items() if template.spec is None
+            }
+        for (param, key, _), tensor in zip(wanted, self._reserve(wanted), strict=True):
+            self._templates[param][key] = tensor
+
+    def expected(self, param: Tensor) -> dict[str, tuple[TensorSpec, DTensorSpec | None] | None] | None:
+        """Per key the geometry the optimizer expects (None for values that are not tensors).
+
+        None altogether where it cannot be told before the first step: then anything is accepted.
+        """
+        live = self.optimizer.state.get(param)
+        if not live:
+            try:
+                self._prepare_templates()
+            except UnsupportedOptimizerError:
+                return None
+            live = self._templates.get(param, {})
+        return {
+            key: (tensor_spec(local_of(value)), spec_of(value)) if isinstance(value, torch.Tensor) else None
+            for key, value in live.items()
+        }
+
+    # ------------------------------------------------------------------ checking and restoring
+
+    def problems(self, incoming: Mapping[Tensor, Values], *, allow_missing: bool = False) -> list[str]:
+        """Everything about ``incoming`` that does not fit. Changes nothing."""
+        found = []
+        for _, param in self.params():
+            expected, values = self.expected(param), incoming.get(param)
+            if values is None:
+                if expected and not allow_missing:
+                    found.append(f"{self.name(param)}: no state, expected {sorted(expected)}")
+            elif expected is not None:
+                found += self._mismatches(param, expected, values)
+        return found
+
+    def _mismatches(
+        self,
+        param: Tensor,
+        expected: Mapping[str, tuple[TensorSpec, DTensorSpec | None] | None],
+        values: Values,
+    ) -> Iterator[str]:
+        name = self.name(param)
+        for key in expected.keys() | values.keys():
+            if key not in values:
+                yield f"{name}.{key}: missing"
+            elif key not in expected:
+                yield f"{name}.{key}: unexpected, the optimizer has {sorted(expected)}"
+            else:
+                problem = _mismatch(expected[key], values[key])
+                if problem is not None:
+                    yield f"{name}.{key}: {problem}"
+
+    def restore(self, incoming: Mapping[Tensor, Values]) -> None:
+        """Make ``incoming`` the state; parameters that are absent or marked as not created have none after it.
+
+        ``incoming`` has passed ``problems``. Tensors that ``values`` handed out are recognised and not copied.
+        """
+        created = {param: values for param, values in incoming.items() if not _not_created(values)}
+        for _, param in self.params():
+            if param not in created:
+                self._unbind(param)
+        self._bind({param: values for param, values in created.items() if values})
+        for param in created:
+            self._templates.pop(param, None)
+
+
+def _mismatch(expected: tuple[TensorSpec, DTensorSpec | None] | None, value: object) -> str | None:
+    if expected is None or not isinstance(value, torch.Tensor):
+        if expected is None and not isinstance(value, torch.Tensor):
+            return None
+        wanted = "a plain value" if expected is None else "a tensor"
+        return f"expected {wanted}, found {type(value).__name__}"
+    spec, placement = expected
+    if placement is not None and not isinstance(value, DTensor):
+        return (
+            f"expected a DTensor placed {placement.placements}, found a plain tensor of {list(value.shape)}: "
+            "without its placement one rank's shard would stand for all"
+        )
+    shape = tuple(placement.shape) if placement is not None else spec.shape
+    if tuple(value.shape) != shape:
+        return f"expected shape {list(shape)}, found {list(value.shape)}"
+    if isinstance(value, DTensor) and placement is None:
+        return "expected a plain tensor, found a DTensor"
+    if isinstance(value, DTensor) and placement is not None:
+        same_mesh = value.device_mesh == placement.mesh
+        if not same_mesh or tuple(value.placements) != tuple(placement.placements):
+            return f"expected placements {placement.placements}, found {value.placements}"
+    if value.dtype != spec.dtype:
+        return f"expected {spec.dtype}, found {value.dtype}"
+    return None
+
+
+class LiveState(StateView):
+    """State of an optimizer that is not swapped: it lives with the parameters."""
+
+    def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
+        reserved = []
+        for param, key, template in wanted:
+            spec = _required(template.spec)
+            device = _home(self.optimizer, param, key)
+            local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+            reserved.append(wrap_local(local, template.placement))
+        return reserved
+
+    def _bind(self, incoming: Mapping[Tensor, Values]) -> None:
+        for param, values in incoming.items():
+            live = self.optimizer.state.get(param) or self._templates.get(param, {})
+            self.optimizer.state[param] = {
+                key: _overwrite(live.get(key), value) for key, value in values.items()
+            }
+
+    def _unbind(self, param: Tensor) -> None:
+        self.optimizer.state.pop(param, None)
+
+
+class SwappedState(StateView):
+    """State of an adopted optimizer: swapped tensors are written into their mirrors."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[..., object],
+        *,
+        names: dict[Tensor, tuple[str, ...]],
+        table: StateTable,
+        config: SwapConfig,
+        gate: Callable[[], Gate],
+    ) -> None:
+        super().__init__(optimizer, step, names)
+        self._table, self._config, self._gate = table, config, gate
+        self.templates_bound = False
+
+    def params(self) -> Iterator[tuple[int, Tensor]]:
+        for batch in self._table.batches:
+            for entry in batch.params:
+                yield entry.group, entry.param
+
+    def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
+        reserved: dict[tuple[Tensor, str], Tensor] = {}
+        for batch in self._table.batches:
+            swapped = []
+            for param, key, template in wanted:
+                entry = self._table.entries[param]
+                spec = _required(template.spec)
+                if entry.batch != batch.index:
+                    continue
+                pending = entry.pending.get(key)
+                if pending is not None and pending.spec == spec:
+                    reserved[param, key] = pending.mirror
+                elif self._is_swapped(key, spec):
+                    swapped.append((entry, key, spec, template.placement))
+                else:
+                    small = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+                    reserved[param, key] = wrap_local(small, template.placement)
+            for (entry, key, _, _), tensor in zip(
+                swapped, self._table.reserve(batch, swapped), strict=True
+            ):
+                entry.pending[key] = tensor
+                reserved[entry.param, key] = tensor.mirror
+        return [reserved[param, key] for param, key, _ in wanted]
+
+    def _is_swapped(self, key: str, spec: TensorSpec) -> bool:
+        standin = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        reason = ineligibility(standin, key=key, config=self._config, device=standin.device)
+        return reason is None
+
+    def _bind(self, incoming: Mapping[Tensor, Values]) -> None:
+        for param, values in incoming.items():
+            self._release_other_keys(self._table.entries[param], values)
+        self._reserve_missing(incoming)
+        for param, values in incoming.items():
+            entry = self._table.entries[param]
+            live = self.optimizer.state.get(param) or self._templates.get(param, {})
+            bound: Values = {}
+            for key, value in values.items():
+                tensor = entry.tensors.get(key)
+                if tensor is None:
+                    bound[key] = _overwrite(live.get(key), value)
+                    continue
+                source = local_of(value) if isinstance(value, torch.Tensor) else None
+                if source is not None and source.data_ptr() != tensor.host.data_ptr():
+                    self._pass_gate(entry)
+                    tensor.host.copy_(source)
+                bound[key] = tensor.mirror
+            self.optimizer.state[param] = bound
+
+    def _release_other_keys(self, entry: ParamState, values: Values) -> None:
+        for key in [key for key in entry.tensors if key not in values]:
+            self._table.forget(entry, key)
+
+    def _reserve_missing(self, incoming: Mapping[Tensor, Values]) -> None:
+        """Register a mirror for every incoming tensor that is swapped: pending ones first, then new memory."""
+        for batch in self._table.batches:
+            wanted = []
+            for entry in batch.params:
+                for key, value in incoming.get(entry.param, {}).items():
+                    if key in entry.tensors or not isinstance(value, torch.Tensor):
+                        continue
+                    spec = tensor_spec(local_of(value))
+                    pending = entry.pending.get(key)
+                    if pending is not None and pending.spec == spec:
+                        entry.tensors[key] = entry.pending.pop(key)
+                    elif self._is_swapped(key, spec):
+                        wanted.append((entry, key, spec, spec_of(value)))
+            for (entry, key, _, _), tensor in zip(wanted, self._table.reserve(batch, wanted), strict=True):
+                entry.tensors[key] = tensor
+
+    def _pass_gate(self, entry: ParamState) -> None:
+        batch = self._table.batches[entry.batch]
+        for segment in list(batch.segments):
+            target = self._gate().before_overwrite(segment)
+            if target is not segment:
+                for tensor in batch.tensors:
+                    if tensor.segment is segment:
+                        target.bytes(tensor.region).copy_(segment.bytes(tensor.region))
+                self._table.redirect(batch, segment, target)
+
+    def _unbind(self, param: Tensor) -> None:
+        entry = self._table.entries[param]
+        entry.pending.update(entry.tensors)
+        entry.tensors.clear()
+        self.optimizer.state.pop(param, None)
+
+    # ------------------------------------------------------------------ templates as live state
+
+    def bind_templates(self) -> None:
+        """Let templates stand in ``optimizer.state``, for stock code that insists on state before it loads.
+
+        ``settle_templates`` decides later: what was loaded into is created, what still carries the mark is not.
+        """
+        for _, param in self.params():
+            values = self.values(param)
+            if values and not self.optimizer.state.get(param):
+                self.optimizer.state[param] = dict(values)
+        self.templates_bound = True
+
+    def settle_templates(self) -> None:
+        """Turn bound templates into created state, or back into absent state."""
+        if self.templates_bound:
+            self.templates_bound = False
+            self.restore(dict(self.optimizer.state))
+
+
+def _required(spec: TensorSpec | None) -> TensorSpec:
+    if spec is None:
+        msg = "A template without geometry cannot be reserved."
+        raise AssertionError(msg)
+    return spec
+
+
+def _home(optimizer: Optimizer, param: Tensor, key: str) -> torch.device:
+    """Where torch keeps this state: step counters on the CPU, unless the implementation wants them by the
+    parameter."""
+    if key != "step":
+        return local_of(param).device
+    for group in optimizer.param_groups:
+        if any(param is other for other in group["params"]):
+            on_device = group.get("fused") or group.get("capturable")
+            return local_of(param).device if on_device else torch.device("cpu")
+    return torch.device("cpu")
+
+
+def _overwrite(live: object, value: object) -> object:
+    """``value`` written into ``live`` if both are tensors of one form; else a copy of ``value``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(live, torch.Tensor):
+        target, source = local_of(live), local_of(value)
+        if target.shape == source.shape and target.dtype == source.dtype:
+            if target.data_ptr() != source.data_ptr() or target.device != source.device:
+                target.copy_(source)
+            return live
+    return wrap_local(local_of(value).detach().clone(), spec_of(value))
+
+
+# ---------------------------------------------------------------------- layouts
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+def nested_layout(views: Iterable[StateView]) -> dict[str, object]:
+    """The layout of stock ``get_optimizer_state_dict``: ``state`` by FQN, ``param_groups`` as a list."""
+    state: dict[str, Values] = {}
+    groups: list[dict[str, object]] = []
+    for view in views:
+        for _, param in view.params():
+            values = view.values(param)
+            if values:
+                state[view.name(param)] = dict(values)
+        for group in view.optimizer.param_groups:
+            fields = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**fields, "params": [view.name(param) for param in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def flat_layout(views: Iterable[StateView]) -> dict[str, object]:
+    """Stock's flattened layout: ``state.{fqn}.{key}`` and ``param_groups.{fqn}.{field}``."""
+    flat: dict[str, object] = {}
+    for view in views:
+        for group, param in view.params():
+            name = view.name(param)
+            flat |= {f"state.{name}.{key}": value for key, value in view.values(param).items()}
+            fields = view.optimizer.param_groups[group]
+            flat |= {
+                f"param_groups.{name}.{key}": value for key, value in fields.items() if key != "params"
+            }
+    return flat
+
+
+class Incoming:
+    """A state dict sorted by parameter. What belongs to no parameter is collected as a problem.
+
+    ``fields`` are the settings of each parameter's group; None when somebody else restores them.
+    """
+
+    def __init__(self, views: Sequence[StateView], *, with_fields: bool = True) -> None:
+        self._views = views
+        self.state: dict[Tensor, Values] = {}
+        self.fields: dict[Tensor, dict[str, object]] | None = {} if with_fields else None
+        self.problems: list[str] = []
+
+    @classmethod
+    def from_layout(cls, state_dict: Mapping[str, object], views: Sequence[StateView]) -> Incoming:
+        """Read the nested or the flat layout; any alias of a tied parameter is accepted."""
+        incoming = cls(views)
+        params = {alias: param for view in views for param, names in view.names.items() for alias in names}
+        state, groups = state_dict.get("state"), state_dict.get("param_groups")
+        if isinstance(state, dict) and isinstance(groups, list):
+            incoming._read_nested(state, groups, params)  # noqa: SLF001 - own class
+        else:
+            incoming._read_flat(state_dict, params)  # noqa: SLF001 - own class
+        return incoming
+
+    @classmethod
+    def from_positions(cls, state_dict: Mapping[str, object], view: StateView) -> Incoming:
+        """Read torch's own layout, in which parameters are matched by their position in the groups."""
+        incoming = cls([view], with_fields=False)
+        state, groups = state_dict.get("state"), state_dict.get("param_groups")
+        if not isinstance(state, dict) or not isinstance(groups, list):
+            msg = f"Expected a state dict with 'state' and 'param_groups', found {sorted(state_dict)}."
+            raise SchemaError(msg)
+        theirs = [len(group["params"]) for group in groups]
+        ours = [len(group["params"]) for group in view.optimizer.param_groups]
+        if theirs != ours:
+            msg = f"Expected groups of {ours} parameters, found groups of {theirs} in the state dict."
+            raise SchemaError(msg)
+        ids = [name for group in groups for name in group["params"]]
+        live = [param for group in view.optimizer.param_groups for param in group["params"]]
+        params = dict(zip(ids, live, strict=True))
+        for name, values in state.items():
+            if name in params:
+                incoming.state[params[name]] = values
+            else:
+                incoming.problems.append(f"state of parameter {name!r}: in none of the groups")
+        return incoming
+
+    def _read_nested(
+        self,
+        state: Mapping[str, Values],
+        groups: Sequence[Mapping[str, object]],
+        params: Mapping[str, Tensor],
+    ) -> None:
+        for name, values in state.items():
+            if name in params:
+                self.state.setdefault(params[name], {}).update(values)
+            else:
+                self.problems.append(f"{name}: unexpected, no optimizer holds this parameter")
+        for group in groups:
+            names = group["params"]
+            fields = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+            for name in names if isinstance(names, list) else []:
+                if name in params:
+                    self._set_fields(params[name], fields)
+
+    def _set_fields(self, param: Tensor, fields: dict[str, object]) -> None:
+        if self.fields is not None:
+            self.fields[param] = fields
+
+    def _read_flat(self, flat: Mapping[str, object], params: Mapping[str, Tensor]) -> None:
+        fields: dict[Tensor, dict[str, object]] = {}
+        for key, value in flat.items():
+            kind, _, rest = key.partition(".")
+            name, field = _split(rest, params)
+            if kind not in ("state", "param_groups") or name is None:
+                self.problems.append(f"{key}: unexpected, not state.<fqn>.<key> of a known parameter")
+            elif kind == "state":
+                self.state.setdefault(params[name], {})[field] = value
+            elif field not in _NOT_SETTINGS:
+                fields.setdefault(params[name], {})[field] = value
+        self.fields = fields
+
+    def _group_problems(self, view: StateView) -> Iterator[str]:
+        """Groups whose parameters are spread over groups with other settings in the state dict."""
+        if self.fields is None:
+            return
+        for group in view.optimizer.param_groups:
+            fields = {view.name(param): self.fields.get(param) for param in group["params"]}
+            missing = sorted(name for name, found in fields.items() if found is None)
+            if missing:
+                yield f"param_groups: no settings for {missing}"
+            elif any(not _equal_fields(found, next(iter(fields.values()))) for found in fields.values()):
+                yield f"param_groups: {sorted(fields)} are one group here, but have different settings"
+
+    def check(self, *, allow_missing: bool) -> None:
+        """Raise unless everything fits.
+
+        Raises:
+            ShardError: A plain tensor stands for a sharded parameter.
+            SchemaError: Anything else; lists all problems.
+        """
+        problems = list(self.problems)
+        for view in self._views:
+            problems += view.problems(self.state, allow_missing=allow_missing)
+            problems += self._group_problems(view)
+        if not problems:
+            return
+        kind = ShardError if all("expected a DTensor" in line for line in problems) else SchemaError
+        msg = f"The state dict does not fit the optimizer ({len(problems)} problems):{listing(problems)}"
+        raise kind(msg)
+
+    def restore(self) -> None:
+        """Write state and group fields. ``check`` has passed."""
+        for view in self._views:
+            own = {param: self.state[param] for _, param in view.params() if param in self.state}
+            view.restore(own)
+            if self.fields is not None:
+                for group in view.optimizer.param_groups:
+                    for param in group["params"][:1]:
+                        for key, value in self.fields.get(param, {}).items():
+                            group[key] = _overwrite(group.get(key), value)
+
+
+def _split(rest: str, names: Mapping[str, Tensor]) -> tuple[str | None, str]:
+    """The longest known parameter name that ``rest`` begins with, and what follows it."""
+    name = rest
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name, rest[len(name) + 1 :]
+    return None, rest
+
+
+def _equal_fields(first: dict[str, object] | None, second: dict[str, object] | None) -> bool:
+    if first is second:
+        return True
+    if first is None or second is None or first.keys() != second.keys():
+        return False
+    return all(
+        torch.equal(value, other)
+        if isinstance(value, torch.Tensor) and isinstance(other := second[key], torch.Tensor)
+        else value == second[key]
+        for key, value in first.items()
+    )
