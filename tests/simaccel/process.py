@@ -1,0 +1,134 @@
+"""Runs the tests of this folder in a process of their own, and hands their reports to the run that asked.
+
+[Note: why a process]
+Loading the device changes a process for good: ``torch.accelerator`` finds an accelerator, pinned memory
+exists, CPU-only code paths are no longer taken. Other tests in that process would test something else. And
+the device's memory is out of the host's reach, so the bug that touches it ends the process: that must be one
+failed test.
+
+The child is an ordinary pytest run over this folder whose loop takes tests from a pipe. Every test keeps its
+own id, report, output and time limit in the run that the user started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INLINE = "SIMACCEL_INLINE"
+"""With this in the environment the tests run where they are collected: in the child, or for a debugger."""
+_FOLDER = Path(__file__).parent
+_ROOT = _FOLDER.parents[1]
+_BACKSTOP_SECS = 900.0  # the child's own time limits come first
+_SHUTDOWN_SECS = 30.0
+
+
+class DeviceProcess:
+    """The child, as its parent sees it. It starts with the first test, and again after a crash."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self, item: pytest.Item) -> list[pytest.TestReport]:
+        if self._child is None:
+            self._start()
+        assert self._child is not None
+        try:
+            self._pipe.send(item.location)
+            if not self._pipe.poll(_BACKSTOP_SECS):
+                self._child.kill()
+            reports = self._pipe.recv()
+        except (EOFError, OSError):
+            return [self._crash_report(item)]
+        restore = item.config.hook.pytest_report_from_serializable
+        # A worker of xdist has added the group to its node ids.
+        return [restore(config=item.config, data=data | {"nodeid": item.nodeid}) for data in reports]
+
+    def close(self) -> None:
+        if self._child is None:
+            return
+        self._pipe.close()
+        try:
+            self._child.wait(_SHUTDOWN_SECS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child = None
+        self._output.close()
+
+    def _start(self) -> None:
+        self._pipe, child_end = Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        # The process group's operators on device tensors are replaced: the dispatcher prints a warning.
+        environ = os.environ | {INLINE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.simaccel.process", str(child_end.fileno())],
+            cwd=_ROOT,
+            env=environ,
+            pass_fds=[child_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        child_end.close()
+
+    def _crash_report(self, item: pytest.Item) -> pytest.TestReport:
+        assert self._child is not None
+        code = self._child.wait()
+        self._output.seek(0)
+        output = self._output.read().decode(errors="replace")[-10_000:]
+        self.close()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return pytest.TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords={},
+            outcome="failed",
+            longrepr=f"The process with the simulated accelerator {how} in this test. Its output:\n{output}",
+            when="call",
+        )
+
+
+class _Server:
+    """The loop of the child's pytest run."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._reports: list[dict[str, Any]] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.location: item for item in session.items}
+        while True:
+            try:
+                item = items[self._pipe.recv()]
+            except EOFError:  # the other end is closed, or its process gone
+                return True
+            self._config = item.config
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            self._pipe.send(self._reports)
+            self._reports = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(
+            self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        )
+
+
+def _main(descriptor: str) -> int:
+    # Neither the workers nor the cache of the outer run.
+    options = ["-p", "no:xdist", "-o", "cache_dir=.cache/simaccel/pytest", f"--rootdir={_ROOT}"]
+    return pytest.main([*options, str(_FOLDER)], plugins=[_Server(Connection(int(descriptor)))])
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1]))
