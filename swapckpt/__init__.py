@@ -8,6 +8,7 @@ from swapckpt import errors
 from swapckpt.config import SwapConfig
 from swapckpt.manager import MemoryStats, StateManager
 from swapckpt.optimizer import is_swapped, recovery, release, swap_optimizer
+from swapckpt.planner import StrictLoadPlanner
 from swapckpt.report import SwapReport
 from swapckpt.trace import Span, Timeline
 
@@ -15,6 +16,7 @@ __all__ = [
     "MemoryStats",
     "Span",
     "StateManager",
+    "StrictLoadPlanner",
     "SwapConfig",
     "SwapReport",
     "Timeline",

@@ -1,0 +1,108 @@
+"""A load planner for DCP that compares all of a checkpoint with its destination before a byte is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from swapckpt.errors import SchemaError, listing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan
+
+
+class StrictLoadPlanner(DefaultLoadPlanner):
+    """Reads only a checkpoint that fits, and says about one that does not everything that is wrong with it.
+
+    Stock's planner stops at the first entry it cannot read and casts dtypes without a word (an int64 300
+    becomes 44 in an int8 destination). This one is passed to ``dcp.load(..., planner=StrictLoadPlanner())``.
+
+    DCP gathers the errors of all ranks and raises them, on every rank and in a single process too, wrapped in
+    a ``torch.distributed.checkpoint.api.CheckpointException``. That is a ``BaseException``: ``except
+    Exception`` does not catch it. The SchemaError of a rank is in ``failures``::
+
+        try:
+            dcp.load({"optimizer": manager}, checkpoint_id=path, planner=StrictLoadPlanner())
+        except CheckpointException as error:
+            for rank, (problem, _) in error.failures.items():
+                print(rank, problem)
+
+    Args:
+        allow_cast: Let DCP cast to the destination's dtype. Values may be rounded or wrap around.
+        allow_partial: Leave destinations that the checkpoint does not have as they are. State of a
+            ``StateManager`` that was never created stays so, then.
+        flatten_state_dict: As in ``DefaultLoadPlanner``.
+
+    Raises:
+        SchemaError: From planning, before anything is read: lists every entry that is missing, misshaped or
+            wrongly typed, sorted, with what was expected and what was found.
+    """
+
+    def __init__(
+        self, *, allow_cast: bool = False, allow_partial: bool = False, flatten_state_dict: bool = True
+    ) -> None:
+        super().__init__(flatten_state_dict=flatten_state_dict, allow_partial_load=allow_partial)
+        self._allow_cast = allow_cast
+
+    def create_local_plan(self) -> LoadPlan:
+        """The reads of this rank. Called by DCP on every rank, after ``set_up_planner``."""
+        try:
+            # Comes first, for it settles how the checkpoint spells its keys: torch 2.3 did it differently.
+            plan = super().create_local_plan()
+        except (RuntimeError, ValueError) as error:  # about the first entry that does not fit
+            self._raise_problems(cause=error)
+            raise
+        self._raise_problems(cause=None)
+        return plan
+
+    def _raise_problems(self, *, cause: Exception | None) -> None:
+        assert self.metadata is not None  # DCP has set it up
+        problems = [
+            f"{key}: {problem}"
+            for key, destination in self.state_dict.items()
+            if (problem := self._problem(key, destination, self.metadata)) is not None
+        ]
+        if problems:
+            msg = (
+                f"The checkpoint does not fit; nothing was read. {len(problems)} entries:{listing(problems)}"
+            )
+            raise SchemaError(msg) from cause
+
+    def _problem(self, key: str, destination: object, metadata: Metadata) -> str | None:
+        entries = metadata.state_dict_metadata
+        if key not in entries:
+            return None if self.allow_partial_load else f"missing{_related(key, entries)}"
+        found = entries[key]
+        if isinstance(found, TensorStorageMetadata) != isinstance(destination, torch.Tensor):
+            return f"expected {_kind(destination)}, found {_kind(found)}"
+        if not isinstance(destination, torch.Tensor) or not isinstance(found, TensorStorageMetadata):
+            return None
+        wrong_shape = tuple(found.size) != tuple(destination.shape)
+        wrong_dtype = found.properties.dtype != destination.dtype and not self._allow_cast
+        return f"expected {_kind(destination)}, found {_kind(found)}" if wrong_shape or wrong_dtype else None
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, TensorStorageMetadata):
+        return f"{value.properties.dtype} {list(value.size)}"
+    return "a value that is not a tensor"
+
+
+def _related(key: str, entries: Mapping[str, object]) -> str:
+    """Stock's flattening breaks a list up only where it holds tensors, so one ``lr`` can change many keys."""
+    parent = key
+    while "." in parent:
+        parent = parent.rpartition(".")[0]
+        if parent in entries:
+            return f", the checkpoint has {parent} as one value"
+    if any(other.startswith(f"{key}.") for other in entries):
+        return f", the checkpoint has it broken up into {key}.*"
+    return ""
