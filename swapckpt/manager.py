@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim import Optimizer
 
 from swapckpt._torch import local_of
 from swapckpt.config import SwapConfig
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from swapckpt.device import Device
     from swapckpt.optimizer import Swap
@@ -51,9 +51,9 @@ class MemoryStats:
 class StateManager:
     """Owns the state of one or several optimizers over one model and speaks ``Stateful`` to DCP.
 
-    ``manager`` can be registered wherever DCP takes a ``Stateful``: ``dcp.save({"optimizer": manager}, ...)``.
-    What DCP saves are the mirrors themselves; what it loads goes straight into them. Nothing is copied, no
-    device is touched, and no optimizer is ever stepped to find out what its state looks like.
+    ``manager`` can be registered wherever DCP takes a ``Stateful``: ``dcp.save({"optimizer": manager},
+    ...)``. What DCP saves are the mirrors themselves; what it loads goes straight into them. Nothing is
+    copied, no device is touched, and no optimizer is ever stepped to find out what its state looks like.
 
     Args:
         model: The module that gives parameters their names (FQNs), wrapped or not.
@@ -82,24 +82,31 @@ class StateManager:
         self._config = config if config is not None else SwapConfig()
         self._names = named_parameters(model)
         self._check_ownership()
-        self._views: list[StateView] = []
+        self._unswapped: dict[Optimizer, LiveState] = {}
         adopted: list[Optimizer] = []
         try:
             for each in self.optimizers.values():
                 if config is not None:
                     swap_optimizer(each, config, device=device)
                     adopted.append(each)
-                self._views.append(self._view(each))
+                self._view(each)
         except BaseException:
             for each in adopted:  # all or none
                 release(each)
             raise
 
     def _view(self, optimizer: Optimizer) -> StateView:
-        if not is_swapped(optimizer):
-            return LiveState(optimizer, unhooked_step(optimizer), self._names)
-        swap_of(optimizer).rename(self._names)
-        return swapped_state(optimizer)
+        if is_swapped(optimizer):
+            swap_of(optimizer).rename(self._names)
+            return swapped_state(optimizer)
+        if optimizer not in self._unswapped:
+            self._unswapped[optimizer] = LiveState(optimizer, unhooked_step(optimizer), self._names)
+        return self._unswapped[optimizer]
+
+    @property
+    def _views(self) -> list[StateView]:
+        # Asked anew each time: an optimizer may have been adopted or released since the last call.
+        return [self._view(each) for each in self.optimizers.values()]
 
     def _check_ownership(self) -> None:
         """Every parameter has a name, and one owner.
@@ -132,14 +139,15 @@ class StateManager:
 
     def _sync(self) -> None:
         """Follow parameters and groups that were added since the last call."""
-        params = (p for each in self.optimizers.values() for group in each.param_groups for p in group["params"])
+        params = (
+            p for each in self.optimizers.values() for group in each.param_groups for p in group["params"]
+        )
         if any(param not in self._names for param in params):
             self._names.update(named_parameters(self.model))
         self._check_ownership()
         for optimizer in self.optimizers.values():
             if is_swapped(optimizer):
                 swap_of(optimizer).sync_params(optimizer)
-                swap_of(optimizer).rename(self._names)
 
     # ------------------------------------------------------------------ Stateful
 
