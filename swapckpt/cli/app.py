@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from swapckpt.cli.demo import demo
+from swapckpt.cli.plan import plan
 from swapckpt.cli.version import version
 from swapckpt.errors import ConfigError, SwapCkptError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(plan)
 app.command()(version)
 
 

@@ -176,6 +176,7 @@ def _rank_environment(*, rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is deterministic only with a fixed workspace
+        "PYTHONFAULTHANDLER": "1",  # a crash leaves its stack in the log
         "PYTHONUNBUFFERED": "1",
     }
 

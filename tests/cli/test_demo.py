@@ -1,0 +1,79 @@
+"""``swapckpt demo --quick``, from the command to the files it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.cli.conftest import Result
+
+    Cli = Callable[..., Result]
+
+
+@pytest.mark.slow
+def test_quick_demo_is_equal_to_the_last_bit_and_writes_its_files(cli_process: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    result = cli_process("demo", "--quick", "--device", "cpu", "--out", str(out))
+    assert result.code == 0, result.stdout + result.stderr
+    assert not [line for line in result.stdout.splitlines() if len(line) > 80 and str(out) not in line]
+    assert "FAILED" not in result.stdout
+
+    records = json.loads((out / "records.json").read_text())
+    assert all(check["ok"] for check in records["verdict"])
+    reference, swapped, resumed = (records["story"][run] for run in ("reference", "swapped", "resumed"))
+    kill = records["story"]["kill"]
+    losses = [step["loss_hex"] for step in reference["steps"]]
+    assert len(losses) == 12
+    assert [step["loss_hex"] for step in swapped["steps"]] == losses[: kill["step"]]
+    assert [step["loss_hex"] for step in resumed["steps"]] == losses[kill["newest_complete"] :]
+    assert float.fromhex(losses[-1]) < float.fromhex(losses[0]) - 1
+    assert kill["incomplete"]
+    assert kill["written_nbytes"] > 0
+    check_bytes(reference, swapped, resumed)
+    check_timeline(json.loads((out / "timeline.json").read_text())["traceEvents"])
+    for name in ("loss.png", "memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert re.search(rf"wrote .*{re.escape(name)}$", result.stdout, re.MULTILINE)
+
+
+def check_bytes(reference: dict, swapped: dict, resumed: dict) -> None:
+    """Unswapped state is on the device; swapped state on the host, in pieces on the device within a step."""
+    (state_nbytes,) = {step["device_nbytes"] for step in reference["steps"]}
+    for step in swapped["steps"] + resumed["steps"]:
+        assert step["device_nbytes"] == 0
+        assert 0 < step["device_peak_nbytes"] < state_nbytes / 2
+        assert step["host_nbytes"] > 0.95 * state_nbytes  # small tensors are not swapped
+
+
+def check_timeline(events: list[dict]) -> None:
+    """Every batch is loaded, updated and offloaded once, each on its own stream."""
+    spans = [event for event in events if event["ph"] == "X"]
+    batches = {
+        name: sorted(span["args"]["batch"] for span in spans if span["name"] == name)
+        for name in ("load", "update", "offload")
+    }
+    assert batches["load"] == batches["update"] == batches["offload"] == list(range(16))
+    assert len({span["tid"] for span in spans}) == 3
+
+
+def test_folder_of_others_is_left_alone(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years")
+    result = cli("demo", "--quick", "--out", str(tmp_path))
+    assert result.code == 2
+    assert "was not made by the demo" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_short_text_is_refused_before_anything_starts(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    result = cli("demo", "--quick", "--data", str(tmp_path / "short.txt"), "--out", str(tmp_path / "out"))
+    assert result.code == 2
+    assert "short.txt has 9 bytes, one sequence needs 65" in result.stderr
