@@ -1,17 +1,17 @@
 """Every private torch name that swapckpt depends on, in one place.
 
-| name | what it gives | seen in |
-|---|---|---|
-| ``DTensor._spec``, ``DTensor._local_tensor`` | placement and shard of a DTensor, without an autograd node | 2.11 - 2.14 |
-| ``DTensor(local, spec, requires_grad=)`` | wrap a host shard; ``from_local`` would move it to the mesh's device | 2.11 - 2.14 |
-| ``DTensorSpec``, ``TensorMeta`` | a state's own spec: its dtype can differ from its parameter's | 2.11 - 2.14 |
-| ``Tensor._version`` | whether an optimizer advanced a tensor-valued group field in place | 2.11 - 2.14 |
-| ``_wrapped_by_lr_sched``, ``_opt_called`` | the marks by which a scheduler finds a wrapped ``step`` | 2.11 - 2.14 |
+| name | what it gives |
+|---|---|
+| ``DTensor._spec``, ``DTensor._local_tensor`` | placement and shard of a DTensor, without an autograd node |
+| ``DTensor(local, spec, requires_grad=)`` | wrap a host shard (``from_local`` moves it to the mesh) |
+| ``DTensorSpec``, ``TensorMeta`` | a state's own spec: its dtype may not be its parameter's |
+| ``Tensor._version`` | whether an optimizer advanced a tensor-valued group field in place |
+| ``_wrapped_by_lr_sched``, ``_opt_called`` | the marks of a scheduler's wrapper of ``step`` |
 | ``filesystem._StorageInfo`` | where an item lies, as DCP's ``.metadata`` has it | 2.11 - 2.14 |
 | ``metadata._MEM_FORMAT_ENCODING`` | how DCP's ``.metadata`` writes a memory format | 2.11 - 2.14 |
-| ``_init_optim_state`` (by name) | the fake step of DCP's state-dict helpers | 2.11 - 2.14 |
+| ``_init_optim_state`` (by name) | the fake step of DCP's state-dict helpers |
 
-A test checks that each of them exists in the installed torch.
+All of them exist in torch 2.11 to 2.14; a test checks the installed one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -37,6 +35,7 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "MemoryFormatEncoding",
+    "StepFunction",
     "StorageInfo",
     "called_by_fake_step",
     "is_scheduler_wrapper",
@@ -70,12 +69,18 @@ def spec_for(param: Tensor, dtype: torch.dtype) -> DTensorSpec | None:
 
 def wrap_local(local: Tensor, spec: DTensorSpec | None) -> Tensor:
     """``local`` as a DTensor of ``spec``, over the same memory; ``local`` itself without a spec."""
-    return local if spec is None else DTensor(local, spec, requires_grad=False)
+    return local if spec is None else DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def version_of(tensor: Tensor) -> int:
     """A counter that every in-place write raises."""
-    return cast("int", tensor._version)  # noqa: SLF001
+    return tensor._version  # noqa: SLF001
+
+
+class StepFunction(Protocol):
+    """A ``step`` function, unbound: the optimizer is the first argument."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object: ...
 
 
 class _StepWrapper(Protocol):
@@ -86,19 +91,19 @@ class _Scheduled(Protocol):
     _opt_called: bool
 
 
-def is_scheduler_wrapper(step: Callable[..., object]) -> bool:
+def is_scheduler_wrapper(step: object) -> bool:
     """True for the wrapper that ``torch.optim.lr_scheduler`` leaves on an optimizer instance."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
-def track_step_calls(optimizer: Optimizer) -> Callable[..., object]:
+def track_step_calls(optimizer: Optimizer) -> StepFunction:
     """A fresh wrapper like the scheduler's own, around the ``step`` of the optimizer's present class.
 
     The scheduler's wrapper has captured the function of the class at the time: after the class changed it
     would go on calling the old one.
     """
     reference = weakref.ref(optimizer)
-    function = type(optimizer).step
+    function = cast("StepFunction", type(optimizer).step)
 
     @functools.wraps(function)
     def step(*args: object, **kwargs: object) -> object:
@@ -107,7 +112,7 @@ def track_step_calls(optimizer: Optimizer) -> Callable[..., object]:
             msg = "The optimizer of this step function no longer exists."
             raise ReferenceError(msg)
         cast("_Scheduled", target)._opt_called = True  # noqa: SLF001
-        return cast("Callable[..., object]", function)(target, *args, **kwargs)
+        return function(target, *args, **kwargs)
 
     cast("_StepWrapper", step)._wrapped_by_lr_sched = True  # noqa: SLF001
     return step

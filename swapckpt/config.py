@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from swapckpt.errors import ConfigError
 
@@ -68,14 +70,18 @@ class SwapConfig:
         self._validate_state_keys()
 
     def _validate_state_keys(self) -> None:
-        keys = self.state_keys
+        keys = cast("object", self.state_keys)  # whatever the caller passed
         if keys is None:
             return
         # A lone string is a sequence of letters: the most likely mistake, and a silent one.
-        if isinstance(keys, str) or not all(isinstance(key, str) and key for key in keys):
+        if not isinstance(keys, Sequence) or isinstance(keys, str) or not all(map(_is_name, keys)):
             msg = f"state_keys must be None or a sequence of non-empty strings, got {keys!r}."
             raise ConfigError(msg)
         if not keys:
             msg = "state_keys must be None (swap every eligible tensor) or name at least one key, got ()."
             raise ConfigError(msg)
-        object.__setattr__(self, "state_keys", tuple(keys))
+        object.__setattr__(self, "state_keys", tuple(map(str, keys)))
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and bool(key)

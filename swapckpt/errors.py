@@ -32,7 +32,8 @@ class PlanError(SwapCkptError, ValueError):
 
 
 class AdoptionError(SwapCkptError, ValueError):
-    """The optimizer cannot be adopted as it stands. It was left unchanged; the message says what to change."""
+    """The optimizer cannot be adopted as it stands. It was left unchanged; the message says what to
+    change."""
 
 
 class UnsupportedOptimizerError(AdoptionError, TypeError):
@@ -46,7 +47,8 @@ class FqnError(SwapCkptError, KeyError):
 
 
 class PhaseError(SwapCkptError, RuntimeError):
-    """The call is not legal now (for example ``state_dict()`` inside a step). Call it when the step is over."""
+    """The call is not legal now (for example ``state_dict()`` inside a step). Call it when the step is
+    over."""
 
 
 class StateFailedError(PhaseError):

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Attributes through which ``torch.compile``, activation checkpointing and FSDP1 hold the module they wrap."""
+"""Attributes through which ``torch.compile``, activation checkpointing and FSDP1 hold the module they
+wrap."""
 
 
 def named_parameters(model: nn.Module) -> dict[Tensor, tuple[str, ...]]:
@@ -32,12 +33,13 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield prefix + name, parameter
     wraps = isinstance(module, DistributedDataParallel | DataParallel)
-    for name, child in module.named_children():
+    for name, child in _children(module):
         transparent = name in _TRANSPARENT or (wraps and name == "module")
         yield from _walk(child, prefix if transparent else f"{prefix}{name}.")
-    # named_children() yields a module that is registered twice only once: visit its other names too.
-    seen = {name for name, _ in module.named_children()}
-    for name, child in module._modules.items():  # noqa: SLF001 - no public way to list repeated children
-        if child is not None and name not in seen:
-            transparent = name in _TRANSPARENT or (wraps and name == "module")
-            yield from _walk(child, prefix if transparent else f"{prefix}{name}.")
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Direct children under every name: ``named_children`` leaves out the second name of a shared module."""
+    for name, child in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            yield name, child

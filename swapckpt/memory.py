@@ -57,7 +57,8 @@ class HostSlab:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSegment:
-    """The packed run of one batch's state: what one copy moves, one lease covers and one redirect replaces."""
+    """The packed run of one batch's state: what one copy moves, one lease covers and one redirect
+    replaces."""
 
     slab: HostSlab
     offset_nbytes: int

@@ -70,7 +70,7 @@ class Swap:
         self.phase = Phase.IDLE
         self.failure: BaseException | None = None
         self.recovering = False
-        self.names = {param: (name,) for param, name in names.items()}
+        self.names: dict[Tensor, tuple[str, ...]] = {param: (name,) for param, name in names.items()}
         self.arena = HostArena(device)
         self.table = StateTable(config, self.arena, device.device)
         self.pipeline = Pipeline(self.table, device, config=config, gate=OpenGate())
@@ -91,8 +91,8 @@ class Swap:
         """
         if self.phase is Phase.FAILED and not self.recovering:
             msg = (
-                f"Cannot {action}: an earlier step or load failed midway ({self.failure}). Parameters and state "
-                "may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(optimizer):`."
+                f"Cannot {action}: an earlier step or load failed midway ({self.failure}). Parameters and "
+                "state may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(...)`."
             )
             raise StateFailedError(msg) from self.failure
         if self.phase in (Phase.STEPPING, Phase.LOADING):
@@ -107,7 +107,8 @@ class Swap:
     # ------------------------------------------------------------------ parameters
 
     def sync_params(self, optimizer: Optimizer) -> None:
-        """Follow changes of ``param_groups``: new parameters become new batches, removed ones are not stepped."""
+        """Follow changes of ``param_groups``: new parameters become new batches, removed ones are not
+        stepped."""
         groups = [group["params"] for group in optimizer.param_groups]
         if _same_params(groups, self._known_groups):
             return
@@ -189,8 +190,10 @@ class Swap:
 
     def _is_fake_step(self, optimizer: Optimizer) -> bool:
         never_stepped = not optimizer.state
-        return never_stepped and all(not group.get("lr") for group in optimizer.param_groups) and (
-            called_by_fake_step()
+        return (
+            never_stepped
+            and all(not group.get("lr") for group in optimizer.param_groups)
+            and (called_by_fake_step())
         )
 
     def _activate_gradients(self) -> None:
@@ -209,9 +212,8 @@ class Swap:
                 if grad.layout != torch.strided:
                     offenders.append(f"{entry.name}: {grad.layout}, expected a dense gradient")
                 elif grad.device != param.device or grad.dtype != param.dtype:
-                    offenders.append(
-                        f"{entry.name}: {grad.dtype} on {grad.device}, expected {param.dtype} on {param.device}"
-                    )
+                    expected = f"{param.dtype} on {param.device}"
+                    offenders.append(f"{entry.name}: {grad.dtype} on {grad.device}, expected {expected}")
         if offenders:
             msg = f"{len(offenders)} gradients cannot be used; nothing was updated:{listing(offenders)}"
             raise GradientError(msg)
@@ -251,7 +253,8 @@ class Swap:
 
 
 def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:
-    """True when both hold the same parameters in the same places. Runs in every step: identity, no hashing."""
+    """True when both hold the same parameters in the same places. Runs in every step: identity, no
+    hashing."""
     return [len(params) for params in groups] == [len(params) for params in known] and all(
         all(map(operator.is_, params, others)) for params, others in zip(groups, known, strict=True)
     )
@@ -298,7 +301,7 @@ class SwapMixin(Optimizer):
         names = {param: name for param, (name, *_) in swap.names.items() if param in swap.table.entries}
         return _readopt, (swap.original_class, swap.config, names, state)
 
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:  # type: ignore[override]
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         del protocol
         return self.__reduce__()
 
@@ -338,7 +341,9 @@ def swap_of(optimizer: Optimizer) -> Swap:
         AdoptionError: The optimizer is not adopted.
     """
     if not isinstance(optimizer, SwapMixin):
-        msg = f"This {type(optimizer).__name__} is not swapped. Call swapckpt.swap_optimizer(optimizer) first."
+        msg = (
+            f"This {type(optimizer).__name__} is not swapped. Call swapckpt.swap_optimizer(optimizer) first."
+        )
         raise AdoptionError(msg)
     return optimizer._swap  # noqa: SLF001 - declared by our own mixin
 
@@ -346,7 +351,7 @@ def swap_of(optimizer: Optimizer) -> Swap:
 def swapped_state(optimizer: Optimizer) -> SwappedState:
     """The state view of an adopted optimizer."""
     swap_of(optimizer)
-    assert isinstance(optimizer, SwapMixin)  # noqa: S101 - swap_of has checked it
+    assert isinstance(optimizer, SwapMixin)
     return optimizer._swapped_state  # noqa: SLF001 - declared by our own mixin
 
 
@@ -388,7 +393,7 @@ def swap_optimizer(
     swap.sync_params(optimizer)
     swap.offload_existing(optimizer)
     optimizer.__class__ = _swapped_class(type(optimizer))
-    assert isinstance(optimizer, SwapMixin)  # noqa: S101 - its class was just set
+    assert isinstance(optimizer, SwapMixin)
     optimizer._swap = swap  # noqa: SLF001 - declared by our own mixin
     optimizer._swapped_state = SwappedState(  # noqa: SLF001
         optimizer,
@@ -433,7 +438,9 @@ def _refuse(optimizer: Optimizer) -> None:
 def _common_device(optimizer: Optimizer) -> torch.device:
     devices = {param.device for group in optimizer.param_groups for param in group["params"]}
     if len(devices) > 1:
-        msg = f"The parameters are on {sorted(map(str, devices))}; one optimizer is swapped through one device."
+        msg = (
+            f"The parameters are on {sorted(map(str, devices))}; one optimizer is swapped through one device."
+        )
         raise AdoptionError(msg)
     device = devices.pop() if devices else torch.device("cpu")
     if device.type == "meta":
@@ -485,7 +492,7 @@ def release(optimizer: Optimizer) -> Optimizer:
     del optimizer.__dict__["_swap"], optimizer.__dict__["_swapped_state"]
     optimizer.__class__ = swap.original_class
     if scheduled:
-        optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign]
+        optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign, assignment]
     return optimizer
 
 

@@ -1,12 +1,13 @@
 """Runs a step plan: load batch n+k, update batch n, offload batch n-1. The only file with stream waits.
 
 [Note: no reuse without a wait] A staging buffer or a host region is written only behind the event of its last
-reader or writer. The plan says which operation follows which; ``_submit`` turns every such edge into a wait of
-one stream for the event of another. Three more orders are not between operations of one plan:
+reader or writer. The plan says which operation follows which; ``_submit`` turns every such edge into a wait
+of one stream for the event of another. Three more orders are not between operations of one plan:
 
 - fresh staging memory may still be in use by kernels queued on the compute stream: the load stream waits for
   an event recorded there after the allocation;
-- a buffer is re-sized, and tensors that an update created are freed, only after a host wait for their offload;
+- a buffer is re-sized, and tensors that an update created are freed, only after a host wait for their
+  offload;
 - a mirror counts as written only after a *host* wait for the event that covers its offload: stream order is
   not enough for a reader on the host, and a device-wide synchronize proves nothing after a failed copy.
 """
@@ -173,9 +174,7 @@ class Pipeline:
             if self.updates_started
             else "Nothing was updated: parameters and state are unchanged."
         )
-        return (
-            f"The step failed in batch {op.batch} ({op.kind.value}; {names}, ...): {error}. {consequence}"
-        )
+        return f"The step failed in batch {op.batch} ({op.kind.value}; {names}, ...): {error}. {consequence}"
 
 
 def _nbytes(pairs: list[tuple[Tensor, Tensor]]) -> int:

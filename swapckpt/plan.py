@@ -30,7 +30,8 @@ def align_up(nbytes: int, alignment: int = REGION_ALIGNMENT_NBYTES) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateId:
-    """Identity of one optimizer-state tensor on every rank and on disk: parameter name (FQN) and state key."""
+    """Identity of one optimizer-state tensor on every rank and on disk: parameter name (FQN) and state
+    key."""
 
     param: str
     key: str

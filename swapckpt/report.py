@@ -39,8 +39,8 @@ class ParamFootprint:
 class SwapReport:
     """Figures of one rank. ``str()`` renders them for a terminal.
 
-    ``step_secs`` is the time the transfers take when nothing else limits the step; an update that takes longer
-    on the device hides them.
+    ``step_secs`` is the time the transfers take when nothing else limits the step; an update that takes
+    longer on the device hides them.
     """
 
     device_freed_nbytes: int
@@ -59,9 +59,9 @@ class SwapReport:
             f"device memory freed        {format_nbytes(self.device_freed_nbytes)}",
             f"staging peak in a step     {format_nbytes(self.staging_peak_nbytes)}",
             f"host memory for mirrors    {format_nbytes(self.host_nbytes)}",
-            f"batches                    {self.num_batches} (largest {format_nbytes(self.largest_batch_nbytes)})",
-            f"largest parameter          {self.largest_param} "
-            f"({format_nbytes(self.largest_param_nbytes)} of state)",
+            f"batches                    {self.num_batches}",
+            f"largest batch              {format_nbytes(self.largest_batch_nbytes)}",
+            f"largest parameter          {format_nbytes(self.largest_param_nbytes)}: {self.largest_param}",
             f"transfers per step         {self.step_secs:.3g} s at {self.gbps:.3g} GB/s in each direction",
         ]
         lines += [
@@ -74,7 +74,7 @@ class SwapReport:
 def format_nbytes(nbytes: float) -> str:
     """``1.5 GiB``: three significant digits, binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:  # noqa: PLR2004
+        if abs(nbytes) < 1024:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.3g} TiB"
@@ -125,11 +125,12 @@ def build_report(
 
 
 def measure_gbps(device: Device, *, nbytes: int = _PROBE_NBYTES, timeout_secs: float = 60.0) -> float:
-    """Bandwidth of the slower direction between host mirrors and device memory, in GB/s, from one copy each."""
+    """Bandwidth of the slower direction between host mirrors and device memory, in GB/s, from one copy
+    each."""
     segment = HostArena(device).allocate(lay_out([nbytes]))
     host, buffer = segment.bytes(segment.layout.regions[0]), device.allocate(nbytes)
     try:
-        slowest = 0.0
+        slowest = elapsed = 0.0
         device.load.wait(device.compute().record())
         for stream, pair in ((device.load, (buffer, host)), (device.offload, (host, buffer))):
             for _ in range(2):  # the first copy touches fresh memory

@@ -1,11 +1,12 @@
 """The registry of swapped state tensors and the only legal moves between host and device.
 
 [Note: one truth] For each state tensor exactly one of {mirror, staging view} is authoritative; ``residency``
-says which, and only the four moves ``start_load``, ``to_device``, ``start_offload`` and ``to_host`` change it.
-What is authoritative, or about to be, is what ``optimizer.state`` is bound to: bindings are replaced, storages
-never released or exchanged, so no tensor without memory can ever be reached.
+says which, and only the four moves ``start_load``, ``to_device``, ``start_offload`` and ``to_host`` change
+it. What is authoritative, or about to be, is what ``optimizer.state`` is bound to: bindings are replaced,
+storages never released or exchanged, so no tensor without memory can ever be reached.
 
-[Note: idle is free] Between steps every tensor is HOST: ``optimizer.state`` holds mirrors, the device nothing.
+[Note: idle is free] Between steps every tensor is HOST: ``optimizer.state`` holds mirrors, the device
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import DTensor, DTensorSpec, local_of, spec_of, wrap_local
+from swapckpt._torch import DTensorSpec, local_of, spec_of, wrap_local
 from swapckpt.plan import Region, StateId, TensorSpec, coalesce, lay_out
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class StateTensor:
     region: Region
     mirror: Tensor  # what optimizer.state holds when idle: a DTensor over it for a sharded parameter
     residency: Residency = Residency.HOST
-    source: Tensor | None = None  # local tensor the update made in place of the staging view; freed at to_host
+    source: Tensor | None = (
+        None  # local tensor the update made in place of the staging view; freed at to_host
+    )
     bound: Tensor | None = None  # what optimizer.state holds while the batch is on the device
 
     @property
@@ -105,19 +108,24 @@ def ineligibility(tensor: object, *, key: str, config: SwapConfig, device: torch
     """Why a state value stays where torch put it; None when it is swapped."""
     if not isinstance(tensor, torch.Tensor):
         return "not a tensor"
-    local = local_of(tensor)
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) or tensor.requires_grad:
-        return f"a {type(local).__name__} with its own storage rules"
-    if not local.is_floating_point() or local.layout != torch.strided:
-        return f"not a dense floating-point tensor ({local.dtype}, {local.layout})"
     if config.state_keys is not None and key not in config.state_keys:
         return "not in state_keys"
+    local = local_of(tensor)
     if local.numel() < max(1, config.min_numel):
         return f"fewer than min_numel={config.min_numel} elements"
-    if not _is_dense(local) or local.untyped_storage().nbytes() != local.nbytes:
-        return "not the only tensor of its storage, or not dense"
     if local.device != device and local.device.type != "cpu":
         return f"on {local.device}, not on {device}"
+    return _unswappable(local)
+
+
+def _unswappable(local: Tensor) -> str | None:
+    """Why the bytes of a tensor cannot simply be moved."""
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.requires_grad:
+        return f"a {type(local).__name__} with rules of its own"
+    if not local.is_floating_point() or local.layout != torch.strided:
+        return f"not a dense floating-point tensor ({local.dtype}, {local.layout})"
+    if not _is_dense(local) or local.untyped_storage().nbytes() != local.nbytes:
+        return "not dense, or not the only tensor of its storage"
     return None
 
 
@@ -136,6 +144,11 @@ def _is_dense(tensor: Tensor) -> bool:
 def tensor_spec(local: Tensor) -> TensorSpec:
     """Geometry of a local tensor."""
     return TensorSpec(tuple(local.shape), tuple(local.stride()), local.dtype)
+
+
+def _fits(known: StateTensor, value: Tensor) -> bool:
+    """True when a tensor that the optimizer put in place of ours fits the same region."""
+    return spec_of(value) == known.placement and tensor_spec(local_of(value)) == known.spec
 
 
 def byte_view(local: Tensor) -> Tensor:
@@ -225,9 +238,9 @@ class StateTable:
             values = state.get(entry.param, {})
             for key, value in values.items():
                 known = entry.tensors.get(key)
-                if known is not None and value is known.bound:
+                if not isinstance(value, torch.Tensor) or (known is not None and value is known.bound):
                     continue
-                if known is not None and self._accepts(known, value):
+                if known is not None and _fits(known, value):
                     known.source = local_of(value)
                     replaced.append(known)
                 elif ineligibility(value, key=key, config=self._config, device=self._device) is None:
@@ -262,7 +275,8 @@ class StateTable:
         batch.moving = []
 
     def abandon(self, state: OptimizerState) -> None:
-        """After a failure: whatever was in flight is HOST again, with the content its mirror happens to have."""
+        """After a failure: whatever was in flight is HOST again, with the content its mirror happens to
+        have."""
         for batch in self.batches:
             batch.active = [entry for entry in batch.params if entry.tensors and entry.param in state]
             self.bind_mirrors(batch, state)
@@ -276,7 +290,8 @@ class StateTable:
     def reserve(
         self, batch: Batch, wanted: Sequence[tuple[ParamState, str, TensorSpec, DTensorSpec | None]]
     ) -> list[StateTensor]:
-        """Mirrors for new state of one batch, in one segment. They are not registered with their parameter."""
+        """Mirrors for new state of one batch, in one segment. They are not registered with their
+        parameter."""
         if not wanted:
             return []
         layout = lay_out(spec.nbytes for _, _, spec, _ in wanted)
@@ -285,9 +300,7 @@ class StateTable:
         reserved = []
         for (entry, key, spec, placement), region in zip(wanted, layout.regions, strict=True):
             mirror = wrap_local(segment.mirror(region, spec), placement)
-            reserved.append(
-                StateTensor(StateId(entry.name, key), spec, placement, segment, region, mirror)
-            )
+            reserved.append(StateTensor(StateId(entry.name, key), spec, placement, segment, region, mirror))
         batch.tensors += reserved
         return reserved
 
@@ -297,19 +310,13 @@ class StateTable:
         self.batches[entry.batch].tensors.remove(tensor)
 
     def redirect(self, batch: Batch, old: HostSegment, new: HostSegment) -> None:
-        """Let ``new`` take the place of ``old``: its regions become the mirrors. Tensors handed out stay valid
-        with the old content."""
+        """Let ``new`` take the place of ``old``: its regions become the mirrors. Tensors handed out stay
+        valid with the old content."""
         batch.segments[batch.segments.index(old)] = new
         for tensor in batch.tensors:
             if tensor.segment is old:
                 tensor.segment = new
                 tensor.mirror = wrap_local(new.mirror(tensor.region, tensor.spec), tensor.placement)
-
-    def _accepts(self, known: StateTensor, value: object) -> bool:
-        """True when a tensor that the optimizer put in place of ours fits the same region."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) != (known.placement is not None):
-            return False
-        return tensor_spec(local_of(value)) == known.spec
 
     def _reserve_for(
         self, batch: Batch, fresh: Sequence[tuple[ParamState, str, Tensor]]

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import DTensor, DTensorSpec, local_of, spec_of, wrap_local
+from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_of, wrap_local
 from swapckpt.errors import SchemaError, ShardError, UnsupportedOptimizerError, listing
-from swapckpt.plan import TensorSpec
 from swapckpt.state import ineligibility, tensor_spec
 from swapckpt.template import StateTemplate, describe
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from swapckpt.config import SwapConfig
     from swapckpt.fence import Gate
+    from swapckpt.plan import TensorSpec
     from swapckpt.state import ParamState, StateTable
 
 Values = dict[str, object]
@@ -67,7 +67,7 @@ class StateView(ABC):
     """
 
     def __init__(
-        self, optimizer: Optimizer, step: Callable[..., object], names: dict[Tensor, tuple[str, ...]]
+        self, optimizer: Optimizer, step: StepFunction, names: dict[Tensor, tuple[str, ...]]
     ) -> None:
         # Weak: an adopted optimizer owns its view, and a cycle would keep its host memory until a collection.
         self._optimizer = weakref.ref(optimizer)
@@ -108,7 +108,7 @@ class StateView(ABC):
 
     def values(self, param: Tensor) -> Values:
         """State of ``param`` by key: the live tensors themselves, or a template (see [Note: not created])."""
-        live = self.optimizer.state.get(param)
+        live: Values | None = self.optimizer.state.get(param)
         if live:
             return live
         self._prepare_templates()
@@ -190,9 +190,11 @@ class StateView(ABC):
                     yield f"{name}.{key}: {problem}"
 
     def restore(self, incoming: Mapping[Tensor, Values]) -> None:
-        """Make ``incoming`` the state; parameters that are absent or marked as not created have none after it.
+        """Make ``incoming`` the state; parameters that are absent or marked as not created have none after
+        it.
 
-        ``incoming`` has passed ``problems``. Tensors that ``values`` handed out are recognised and not copied.
+        ``incoming`` has passed ``problems``. Tensors that ``values`` handed out are recognised and not
+        copied.
         """
         created = {param: values for param, values in incoming.items() if not _not_created(values)}
         for _, param in self.params():
@@ -204,28 +206,33 @@ class StateView(ABC):
 
 
 def _mismatch(expected: tuple[TensorSpec, DTensorSpec | None] | None, value: object) -> str | None:
-    if expected is None or not isinstance(value, torch.Tensor):
-        if expected is None and not isinstance(value, torch.Tensor):
-            return None
-        wanted = "a plain value" if expected is None else "a tensor"
-        return f"expected {wanted}, found {type(value).__name__}"
+    """What is wrong with one value; None when it fits."""
+    if expected is None:
+        return None if not isinstance(value, torch.Tensor) else "expected a plain value, found a tensor"
+    if not isinstance(value, torch.Tensor):
+        return f"expected a tensor, found {type(value).__name__}"
     spec, placement = expected
-    if placement is not None and not isinstance(value, DTensor):
+    shape = spec.shape if placement is None else tuple(placement.shape)
+    if (problem := _misplaced(placement, value)) is not None:
+        return problem
+    if tuple(value.shape) != shape:
+        return f"expected shape {list(shape)}, found {list(value.shape)}"
+    return None if value.dtype == spec.dtype else f"expected {spec.dtype}, found {value.dtype}"
+
+
+def _misplaced(placement: DTensorSpec | None, value: Tensor) -> str | None:
+    found = spec_of(value)
+    if placement is None:
+        return (
+            None if found is None else f"expected a plain tensor, found a DTensor placed {found.placements}"
+        )
+    if found is None:
         return (
             f"expected a DTensor placed {placement.placements}, found a plain tensor of {list(value.shape)}: "
             "without its placement one rank's shard would stand for all"
         )
-    shape = tuple(placement.shape) if placement is not None else spec.shape
-    if tuple(value.shape) != shape:
-        return f"expected shape {list(shape)}, found {list(value.shape)}"
-    if isinstance(value, DTensor) and placement is None:
-        return "expected a plain tensor, found a DTensor"
-    if isinstance(value, DTensor) and placement is not None:
-        same_mesh = value.device_mesh == placement.mesh
-        if not same_mesh or tuple(value.placements) != tuple(placement.placements):
-            return f"expected placements {placement.placements}, found {value.placements}"
-    if value.dtype != spec.dtype:
-        return f"expected {spec.dtype}, found {value.dtype}"
+    if found.mesh != placement.mesh or found.placements != placement.placements:
+        return f"expected placements {placement.placements}, found {found.placements}"
     return None
 
 
@@ -258,7 +265,7 @@ class SwappedState(StateView):
     def __init__(
         self,
         optimizer: Optimizer,
-        step: Callable[..., object],
+        step: StepFunction,
         *,
         names: dict[Tensor, tuple[str, ...]],
         table: StateTable,
@@ -291,9 +298,7 @@ class SwappedState(StateView):
                 else:
                     small = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
                     reserved[param, key] = wrap_local(small, template.placement)
-            for (entry, key, _, _), tensor in zip(
-                swapped, self._table.reserve(batch, swapped), strict=True
-            ):
+            for (entry, key, _, _), tensor in zip(swapped, self._table.reserve(batch, swapped), strict=True):
                 entry.pending[key] = tensor
                 reserved[entry.param, key] = tensor.mirror
         return [reserved[param, key] for param, key, _ in wanted]
@@ -328,7 +333,8 @@ class SwappedState(StateView):
             self._table.forget(entry, key)
 
     def _reserve_missing(self, incoming: Mapping[Tensor, Values]) -> None:
-        """Register a mirror for every incoming tensor that is swapped: pending ones first, then new memory."""
+        """Register a mirror for every incoming tensor that is swapped: pending ones first, then new
+        memory."""
         for batch in self._table.batches:
             wanted = []
             for entry in batch.params:
@@ -365,7 +371,8 @@ class SwappedState(StateView):
     def bind_templates(self) -> None:
         """Let templates stand in ``optimizer.state``, for stock code that insists on state before it loads.
 
-        ``settle_templates`` decides later: what was loaded into is created, what still carries the mark is not.
+        ``settle_templates`` decides later: what was loaded into is created, what still carries the mark is
+        not.
         """
         for _, param in self.params():
             values = self.values(param)
@@ -440,9 +447,7 @@ def flat_layout(views: Iterable[StateView]) -> dict[str, object]:
             name = view.name(param)
             flat |= {f"state.{name}.{key}": value for key, value in view.values(param).items()}
             fields = view.optimizer.param_groups[group]
-            flat |= {
-                f"param_groups.{name}.{key}": value for key, value in fields.items() if key != "params"
-            }
+            flat |= {f"param_groups.{name}.{key}": value for key, value in fields.items() if key != "params"}
     return flat
 
 
@@ -465,9 +470,9 @@ class Incoming:
         params = {alias: param for view in views for param, names in view.names.items() for alias in names}
         state, groups = state_dict.get("state"), state_dict.get("param_groups")
         if isinstance(state, dict) and isinstance(groups, list):
-            incoming._read_nested(state, groups, params)  # noqa: SLF001 - own class
+            incoming._read_nested(state, groups, params)
         else:
-            incoming._read_flat(state_dict, params)  # noqa: SLF001 - own class
+            incoming._read_flat(state_dict, params)
         return incoming
 
     @classmethod

@@ -1,8 +1,8 @@
 """What state a parameter that has never been stepped will have, found without stepping it.
 
 A dry step runs the optimizer's own ``step`` on small CPU stand-ins that are thrown away. Every dimension of a
-stand-in is a different prime, so the shape of the state it creates tells which dimensions of the parameter the
-real state will have.
+stand-in is a different prime, so the shape of the state it creates tells which dimensions of the parameter
+the real state will have.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import DTensorSpec, local_of, spec_for, spec_of
+from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_for, spec_of
 from swapckpt.errors import UnsupportedOptimizerError
 from swapckpt.plan import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -37,7 +37,7 @@ class StateTemplate:
 
 
 def describe(
-    optimizer: Optimizer, step: Callable[..., object], params: Iterable[tuple[int, Tensor]]
+    optimizer: Optimizer, step: StepFunction, params: Iterable[tuple[int, Tensor]]
 ) -> dict[Tensor, dict[str, StateTemplate]]:
     """The state that a first step will create for each of ``params`` (pairs of group index and parameter).
 
@@ -53,8 +53,8 @@ def describe(
         created = dry_step(optimizer, step, list(standins.values()))
     except Exception as error:
         msg = (
-            f"{type(optimizer).__name__} cannot step a small CPU parameter ({error}), so its state is not known "
-            "before its first step. Step once before exporting or loading its state."
+            f"{type(optimizer).__name__} cannot step a small CPU parameter ({error}), so its state is not "
+            "known before its first step. Step once before exporting or loading its state."
         )
         raise UnsupportedOptimizerError(msg) from error
     return {
@@ -67,7 +67,7 @@ def describe(
 
 
 def dry_step(
-    optimizer: Optimizer, step: Callable[..., object], standins: Iterable[tuple[int, Tensor]]
+    optimizer: Optimizer, step: StepFunction, standins: Iterable[tuple[int, Tensor]]
 ) -> dict[Tensor, dict[str, object]]:
     """The state that one step creates for ``standins`` (pairs of group index and small CPU tensor).
 
@@ -125,8 +125,8 @@ def _template(param: Tensor, standin: Tensor, value: object) -> StateTemplate:
         return StateTemplate(TensorSpec(shape, _dense_stride(shape, value), value.dtype), None)
     if value.shape != standin.shape:
         msg = (
-            f"The state of a sharded parameter of shape {tuple(param.shape)} has shape {shape}: its sharding is "
-            "not known before the first step. Step once before exporting or loading it."
+            f"The state of a sharded parameter of shape {tuple(param.shape)} has shape {shape}: its sharding "
+            "is not known before the first step. Step once before exporting or loading it."
         )
         raise UnsupportedOptimizerError(msg)
     local = local_of(param)

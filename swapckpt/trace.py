@@ -1,4 +1,5 @@
-"""Timeline of a step: one span per batch and stream, written in the Chrome trace format (opens in Perfetto)."""
+"""Timeline of a step: one span per batch and stream, written in the Chrome trace format (opens in
+Perfetto)."""
 
 from __future__ import annotations
 

@@ -1,28 +1,34 @@
 """Step any ``torch.optim`` optimizer on a subset of its parameters, with the numbers of one whole step.
 
-[Note: same numbers] Stepping is per parameter in every supported optimizer, so calling the optimizer's own step
-with ``param_groups`` narrowed to a batch gives the bits of one call over everything (measured for the thirteen
-per-parameter optimizers of torch, foreach and fused included). What an optimizer advances once per call in a
-*group* (a step counter) must still advance once per step: group fields are put back between batches.
+[Note: same numbers] Stepping is per parameter in every supported optimizer, so calling the optimizer's own
+step with ``param_groups`` narrowed to a batch gives the bits of one call over everything (measured for the
+thirteen per-parameter optimizers of torch, foreach and fused included). What an optimizer advances once per
+call in a *group* (a step counter) must still advance once per step: group fields are put back between
+batches.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from swapckpt._torch import version_of
+from swapckpt._torch import StepFunction, version_of
 from swapckpt.errors import UnsupportedOptimizerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from types import TracebackType
 
     from torch import Tensor
     from torch.optim import Optimizer
 
 Group = dict[str, object]
+
+
+class _HookedStep(Protocol):
+    __wrapped__: StepFunction
+
 
 _REFUSED = {
     "LBFGS": "it updates all parameters from one global line search",
@@ -34,7 +40,7 @@ _REFUSED_FLAGS = {
 }
 
 
-def unhooked_step(optimizer: Optimizer) -> Callable[..., object]:
+def unhooked_step(optimizer: Optimizer) -> StepFunction:
     """The class's own ``step`` without torch's hook wrapper, so that hooks fire once per step.
 
     Raises:
@@ -50,14 +56,15 @@ def unhooked_step(optimizer: Optimizer) -> Callable[..., object]:
             if group.get(flag):
                 msg = f"{cls.__name__} with {flag}=True (group {index}) cannot be swapped: {reason}."
                 raise UnsupportedOptimizerError(msg)
-    step = cls.step
-    return step.__wrapped__ if hasattr(step, "hooked") else step
+    # Torch wraps the step of every class it constructs; one level is its hook wrapper.
+    step = cast("StepFunction", cls.step)
+    return cast("_HookedStep", step).__wrapped__ if hasattr(step, "hooked") else step
 
 
 class BatchedUpdate:
     """One optimizer step, taken batch by batch. A context manager: leaving it restores ``param_groups``."""
 
-    def __init__(self, optimizer: Optimizer, step: Callable[..., object]) -> None:
+    def __init__(self, optimizer: Optimizer, step: StepFunction) -> None:
         self._optimizer = optimizer
         self._step = step
         self._groups: list[Group] = optimizer.param_groups
@@ -65,7 +72,7 @@ class BatchedUpdate:
         self._before = [_fields(group) for group in self._groups]
         self._advanced: dict[int, dict[str, object]] = {}
 
-    def __enter__(self) -> BatchedUpdate:
+    def __enter__(self) -> BatchedUpdate:  # noqa: PYI034 - typing.Self is not in Python 3.10
         return self
 
     def __exit__(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -118,9 +119,7 @@ class AcceleratorStream:
         return self._recorded_span(device, name, batch, nbytes)
 
     @contextmanager
-    def _recorded_span(
-        self, device: AcceleratorDevice, name: str, batch: int, nbytes: int
-    ) -> Iterator[None]:
+    def _recorded_span(self, device: AcceleratorDevice, name: str, batch: int, nbytes: int) -> Iterator[None]:
         begin, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
         begin.record(self.native)
         yield
@@ -128,14 +127,16 @@ class AcceleratorStream:
         device.pending_spans.append(PendingSpan(self.name, name, batch, nbytes, begin, end))
 
 
+@dataclass(frozen=True, slots=True)
 class PendingSpan:
     """A span whose times are read from the device's events once they are complete."""
 
-    def __init__(
-        self, stream: str, name: str, batch: int, nbytes: int, begin: NativeEvent, end: NativeEvent
-    ) -> None:  # fmt: skip
-        self.stream, self.name, self.batch, self.nbytes = stream, name, batch, nbytes
-        self.begin, self.end = begin, end
+    stream: str
+    name: str
+    batch: int
+    nbytes: int
+    begin: NativeEvent
+    end: NativeEvent
 
     def resolve(self, origin: NativeEvent, origin_ns: int) -> Span:
         begin_ns = origin_ns + int(origin.elapsed_time(self.begin) * 1e6)
@@ -209,7 +210,7 @@ class AcceleratorDevice:
 
 
 def _register_cuda(slab: Tensor) -> Callable[[], None] | None:
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     portable = 1  # cudaHostRegisterPortable: pinned for every context of the process
     pointer = slab.data_ptr()
     if int(runtime.cudaHostRegister(pointer, slab.nbytes, portable)) != 0:

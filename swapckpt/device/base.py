@@ -35,7 +35,8 @@ class Ledger:
     num_offloads: int = 0
     offloaded_nbytes: int = 0
     _host_nbytes: int = 0
-    # Slabs die in garbage collection, at any moment and on any thread: appending is atomic, subtracting is not.
+    # Slabs die in garbage collection, at any moment and on any thread: appending is atomic, subtracting is
+    # not.
     _dropped_host: deque[int] = field(default_factory=deque)
 
     @property
@@ -106,7 +107,8 @@ class Stream(Protocol):
         ...
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
-        """Submit copies. Nothing is known about their completion until an event recorded later is complete."""
+        """Submit copies. Nothing is known about their completion until an event recorded later is
+        complete."""
         ...
 
     def record(self) -> Event:
@@ -134,8 +136,16 @@ class Device(Protocol):
 
     ledger: Ledger
     timeline: Timeline | None
-    load: Stream
-    offload: Stream
+
+    @property
+    def load(self) -> Stream:
+        """The host-to-device copy stream."""
+        ...
+
+    @property
+    def offload(self) -> Stream:
+        """The device-to-host copy stream."""
+        ...
 
     @property
     def device(self) -> torch.device:

@@ -141,7 +141,7 @@ class _Schedule:
     def shuffle(self) -> None:
         for reference in self.runners:
             runner = reference()
-            if runner is not None and runner.pending() and self._rng.random() < 0.4:  # noqa: PLR2004
+            if runner is not None and runner.pending() and self._rng.random() < 0.4:
                 runner.advance(self._rng.randint(1, runner.pending()))
 
 
@@ -266,9 +266,7 @@ class _ComputeStream:
         begin_ns = time.perf_counter_ns()
         yield
         if self._device.timeline is not None:
-            self._device.timeline.add(
-                Span(self.name, name, batch, begin_ns, time.perf_counter_ns(), nbytes)
-            )
+            self._device.timeline.add(Span(self.name, name, batch, begin_ns, time.perf_counter_ns(), nbytes))
 
 
 class CpuDevice:
