@@ -56,6 +56,10 @@ class TensorSpec:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def same_values(self, other: TensorSpec) -> bool:
+        """True when a tensor of one can be copied into the other without a cast."""
+        return self.shape == other.shape and self.dtype == other.dtype
+
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 

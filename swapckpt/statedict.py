@@ -18,7 +18,7 @@ import torch
 from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_of, wrap_local
 from swapckpt.errors import SchemaError, ShardError, UnsupportedOptimizerError, listing
 from swapckpt.state import ineligibility, tensor_spec
-from swapckpt.template import StateTemplate, describe
+from swapckpt.template import StateTemplate, describe, home_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,6 +95,12 @@ class StateView(ABC):
     @abstractmethod
     def _unbind(self, param: Tensor) -> None:
         """Make the state of ``param`` absent."""
+
+    @staticmethod
+    def _empty(template: StateTemplate, device: torch.device) -> Tensor:
+        spec = _required(template.spec)
+        local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        return wrap_local(local, template.placement)
 
     def params(self) -> Iterator[tuple[int, Tensor]]:
         """Group index and parameter, in the order of ``param_groups``."""
@@ -240,20 +246,21 @@ class LiveState(StateView):
     """State of an optimizer that is not swapped: it lives with the parameters."""
 
     def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
-        reserved = []
-        for param, key, template in wanted:
-            spec = _required(template.spec)
-            device = _home(self.optimizer, param, key)
-            local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-            reserved.append(wrap_local(local, template.placement))
-        return reserved
+        groups = {param: group for group, param in self.params()}
+        return [
+            self._empty(template, home_device(self.optimizer.param_groups[groups[param]], param, key))
+            for param, key, template in wanted
+        ]
 
     def _bind(self, incoming: Mapping[Tensor, Values]) -> None:
-        for param, values in incoming.items():
-            live = self.optimizer.state.get(param) or self._templates.get(param, {})
-            self.optimizer.state[param] = {
-                key: _overwrite(live.get(key), value) for key, value in values.items()
-            }
+        for index, param in self.params():
+            if param in incoming:
+                fields = self.optimizer.param_groups[index]
+                live = self.optimizer.state.get(param) or self._templates.get(param, {})
+                self.optimizer.state[param] = {
+                    key: _overwrite(live.get(key), value, home=home_device(fields, param, key))
+                    for key, value in incoming[param].items()
+                }
 
     def _unbind(self, param: Tensor) -> None:
         self.optimizer.state.pop(param, None)
@@ -296,8 +303,8 @@ class SwappedState(StateView):
                 elif self._is_swapped(key, spec):
                     swapped.append((entry, key, spec, template.placement))
                 else:
-                    small = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-                    reserved[param, key] = wrap_local(small, template.placement)
+                    home = home_device(self.optimizer.param_groups[entry.group], param, key)
+                    reserved[param, key] = self._empty(template, home)
             for (entry, key, _, _), tensor in zip(swapped, self._table.reserve(batch, swapped), strict=True):
                 entry.pending[key] = tensor
                 reserved[entry.param, key] = tensor.mirror
@@ -319,7 +326,8 @@ class SwappedState(StateView):
             for key, value in values.items():
                 tensor = entry.tensors.get(key)
                 if tensor is None:
-                    bound[key] = _overwrite(live.get(key), value)
+                    home = home_device(self.optimizer.param_groups[entry.group], param, key)
+                    bound[key] = _overwrite(live.get(key), value, home=home)
                     continue
                 source = local_of(value) if isinstance(value, torch.Tensor) else None
                 if source is not None and source.data_ptr() != tensor.host.data_ptr():
@@ -343,7 +351,8 @@ class SwappedState(StateView):
                         continue
                     spec = tensor_spec(local_of(value))
                     pending = entry.pending.get(key)
-                    if pending is not None and pending.spec == spec:
+                    # Strides are ours: files hold every tensor contiguously, whatever the parameter's are.
+                    if pending is not None and pending.spec.same_values(spec):
                         entry.tensors[key] = entry.pending.pop(key)
                     elif self._is_swapped(key, spec):
                         wanted.append((entry, key, spec, spec_of(value)))
@@ -394,20 +403,8 @@ def _required(spec: TensorSpec | None) -> TensorSpec:
     return spec
 
 
-def _home(optimizer: Optimizer, param: Tensor, key: str) -> torch.device:
-    """Where torch keeps this state: step counters on the CPU, unless the implementation wants them by the
-    parameter."""
-    if key != "step":
-        return local_of(param).device
-    for group in optimizer.param_groups:
-        if any(param is other for other in group["params"]):
-            on_device = group.get("fused") or group.get("capturable")
-            return local_of(param).device if on_device else torch.device("cpu")
-    return torch.device("cpu")
-
-
-def _overwrite(live: object, value: object) -> object:
-    """``value`` written into ``live`` if both are tensors of one form; else a copy of ``value``."""
+def _overwrite(live: object, value: object, *, home: torch.device | None = None) -> object:
+    """``value`` written into ``live`` if both are tensors of one form, else a copy of ``value`` at ``home``."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(live, torch.Tensor):
@@ -416,7 +413,8 @@ def _overwrite(live: object, value: object) -> object:
             if target.data_ptr() != source.data_ptr() or target.device != source.device:
                 target.copy_(source)
             return live
-    return wrap_local(local_of(value).detach().clone(), spec_of(value))
+    copied = local_of(value).detach().to(home, copy=True)
+    return wrap_local(copied, spec_of(value))
 
 
 # ---------------------------------------------------------------------- layouts

@@ -19,7 +19,7 @@ from swapckpt.errors import UnsupportedOptimizerError
 from swapckpt.plan import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -34,6 +34,16 @@ class StateTemplate:
     spec: TensorSpec | None
     placement: DTensorSpec | None
     value: object = None  # for values that are not tensors
+
+
+def home_device(fields: Mapping[str, object], param: Tensor, key: str) -> torch.device:
+    """Where unswapped state of ``param`` belongs, by the rule of torch's own ``load_state_dict``.
+
+    Step counters are on the CPU unless the group's implementation wants them by the parameter.
+    """
+    if key == "step" and not fields.get("fused") and not fields.get("capturable"):
+        return torch.device("cpu")
+    return local_of(param).device
 
 
 def describe(
