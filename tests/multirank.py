@@ -6,9 +6,9 @@ process group, and returns their values in rank order. Inside, ``torch.distribut
 [Note: where ranks come from]
 A rank is forked from a *fork server*: a process that has imported torch, has run no operator and has one
 thread. Forking the test process itself would be as fast, but copies whatever earlier tests left there: an
-OpenMP pool whose threads do not exist in the child (the first parallel operator hangs), device worker threads,
-held locks. Spawning is safe too and costs seconds of ``import torch`` per rank and test. The price of the fork
-server: functions, arguments and values travel by pickle, so functions stand at the top level of a module.
+OpenMP pool whose threads do not exist in the child (the first parallel operator hangs), threads of a device,
+held locks. Spawning is safe too and costs seconds of ``import torch`` per rank and test. The price of the
+fork server: functions, arguments and values travel by pickle, so functions stand at the top of a module.
 
 [Note: how a run ends]
 A rank sends its value, meets the others in a barrier and only then destroys its group: without the barrier
@@ -162,7 +162,7 @@ class _Job:
 class _Told(Enum):
     """What a rank sends, in this order unless it fails."""
 
-    STARTED = "the process group is up"
+    STARTED = "the process group works"
     VALUE = "the function returned this (pickled)"
     CLOSED = "the process group is gone"
     ERROR = "traceback; the last thing that is sent"
@@ -276,6 +276,7 @@ def _rank_main(rank: int, job: _Job, channel: Connection) -> None:
             # Longer than the run: a hang is for the runner to report, with stacks.
             timeout=timedelta(seconds=2 * job.timeout_secs),
         )
+        dist.barrier()  # A peer that fails in its first line must not look like a rendezvous that failed.
         channel.send((_Told.STARTED, b""))
         channel.send((_Told.VALUE, pickle.dumps(function(*args, **kwargs))))
         dist.barrier()

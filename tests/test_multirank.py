@@ -52,14 +52,40 @@ def fail_on_rank_0_while_rank_1_sleeps(pids: Path) -> None:
     time.sleep(FOREVER_SECS)
 
 
-def kill_rank_1() -> str:
-    if dist.get_rank() == 1:
+def kill_rank_1(begun: Path) -> str:
+    if dist.get_rank() == 0:
+        begun.touch()
+    else:
+        while not begun.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
 
 
 def exit_with_3_when_all_is_done() -> None:
     multiprocessing.util.Finalize(None, os._exit, args=(3,), exitpriority=0)
+
+
+def leave_without_a_word() -> None:
+    os._exit(0)
+
+
+def explode() -> None:
+    error = "cannot be read back"
+    raise LookupError(error)
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return explode, ()
+
+
+def return_unreadable_on_rank_0(pids: Path) -> Unreadable:
+    (pids / str(os.getpid())).touch()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(FOREVER_SECS)
+    return Unreadable()
 
 
 def return_a_lambda() -> Callable[[], None]:
@@ -73,6 +99,11 @@ def state() -> dict[str, torch.Tensor]:
 def surroundings() -> tuple[str, int, int]:
     print("spoken")
     return os.environ["SWAPCKPT_PROBE"], torch.get_num_threads(), torch.initial_seed()
+
+
+def all_are_gone(pids: Path, *, world_size: int) -> bool:
+    names = [path.name for path in pids.iterdir()]
+    return len(names) == world_size and not any(psutil.pid_exists(int(name)) for name in names)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -115,24 +146,40 @@ def test_after_a_failure_the_others_are_ended(run_ranks: RankRunner, tmp_path: P
     pids = tmp_path / "pids"
     pids.mkdir()
     with pytest.raises(RanksFailedError, match="rank 0 was the first") as caught:
-        replace(run_ranks, grace_secs=0.5)(2, fail_on_rank_0_while_rank_1_sleeps, pids)
+        replace(run_ranks, timeout_secs=FOREVER_SECS, grace_secs=0.5)(
+            2, fail_on_rank_0_while_rank_1_sleeps, pids
+        )
     assert "rank 1: still running 0.5 s after the first failure; killed" in str(caught.value)
-    assert len(list(pids.iterdir())) == 2
-    assert not [path.name for path in pids.iterdir() if psutil.pid_exists(int(path.name))]
+    assert all_are_gone(pids, world_size=2)
 
 
-def test_a_killed_rank_is_reported_and_its_peer_keeps_its_value(run_ranks: RankRunner) -> None:
-    survivor, killed = run_ranks.outcomes(2, kill_rank_1)
+def test_a_killed_rank_is_reported_and_its_peer_keeps_its_value(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    survivor, killed = run_ranks.outcomes(2, kill_rank_1, tmp_path / "begun")
     assert killed.error == "killed by SIGKILL before it had closed down"
     assert survivor.value == "alive"
     assert survivor.error is not None, "the last barrier lost a peer"
     with pytest.raises(RanksFailedError, match="killed by SIGKILL"):
-        run_ranks(2, kill_rank_1)
+        run_ranks(2, kill_rank_1, tmp_path / "begun")
 
 
 def test_a_bad_exit_after_the_work_is_a_failure(run_ranks: RankRunner) -> None:
     with pytest.raises(RanksFailedError, match="exited with 3 after it had closed down"):
         run_ranks(1, exit_with_3_when_all_is_done)
+
+
+def test_an_early_exit_is_a_failure_though_its_code_is_0(run_ranks: RankRunner) -> None:
+    with pytest.raises(RanksFailedError, match="exited with 0 before it had closed down"):
+        run_ranks(1, leave_without_a_word)
+
+
+def test_no_rank_outlives_a_runner_that_raises(run_ranks: RankRunner, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    with pytest.raises(LookupError, match="cannot be read back"):
+        replace(run_ranks, timeout_secs=FOREVER_SECS)(2, return_unreadable_on_rank_0, pids)
+    assert all_are_gone(pids, world_size=2)
 
 
 def test_a_value_that_cannot_travel_is_the_ranks_error(run_ranks: RankRunner) -> None:
