@@ -27,16 +27,16 @@ def demo(  # noqa: PLR0913 - to typer every parameter is an option
     quick: Annotated[
         bool, typer.Option("--quick", help="A small model and few steps: half a minute.")
     ] = False,
-    params: Annotated[str | None, typer.Option(help="Size of the model.  [default: 10M]")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes to shard over.  [default: 2]")] = None,
+    params: Annotated[str | None, typer.Option(help="Size of the model (default: 10M; quick 1M).")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes to shard over (default: 2).")] = None,
     data: Annotated[Path | None, typer.Option(help="Text to train on instead of Python's own docs.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps.  [default: 24]")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between saves.  [default: 4]")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences per step.  [default: 8]")] = None,
-    time: Annotated[int | None, typer.Option(help="Bytes per sequence.  [default: 128]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps (default: 20; quick 12).")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between saves (default: 4; quick 3).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step (default: 8; quick 4).")] = None,
+    time: Annotated[int | None, typer.Option(help="Bytes per sequence (default: 128; quick 64).")] = None,
     swap_times: Annotated[int, typer.Option(help="Batches the optimizer step is divided into.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, npu, ...  [default: what torch has]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, npu, .. (default: what torch has).")] = None,
     out: Annotated[Path, typer.Option(help="Folder for pictures, records and checkpoints.")] = Path(
         "demo-output"
     ),

@@ -70,7 +70,7 @@ def plan(  # noqa: PLR0913 - to typer every parameter is an option
     *,
     params: Annotated[str, typer.Option(help="Size of the Llama: 10M, 8B, ...")] = "8B",
     vocab: Annotated[
-        int | None, typer.Option(help=f"Size of the vocabulary.  [default: {LLAMA_VOCAB}; 256 below 100M]")
+        int | None, typer.Option(help=f"Size of the vocabulary (default: {LLAMA_VOCAB}; 256 below 100M).")
     ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(_OPTIMIZERS))] = "adamw",
     dtype: Annotated[str, typer.Option(help="Of the parameters: " + ", ".join(_DTYPES))] = "bf16",
@@ -79,7 +79,7 @@ def plan(  # noqa: PLR0913 - to typer every parameter is an option
     staging_buffers: Annotated[int, typer.Option(help="Device buffers.")] = SwapConfig().staging_buffers,
     min_numel: Annotated[int, typer.Option(help="Smallest tensor to swap.")] = SwapConfig().min_numel,
     bandwidth: Annotated[
-        float | None, typer.Option(help="Host link in GB/s, each direction.  [default: measured here]")
+        float | None, typer.Option(help="Host link in GB/s, each direction (default: measured here).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -41,7 +41,7 @@ class DemoConfig:
     device: str = "cpu"
     data: Path | None = None
     out: Path = Path("demo-output")
-    steps: int = 24
+    steps: int = 20
     save_every: int = 4
     batch: int = 8
     time: int = 128

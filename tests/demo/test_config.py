@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from swapckpt.errors import ConfigError
         ("params", "many", "model size"),
     ],
 )
-def test_setting_outside_its_range_is_refused(field: str, value: object, says: str) -> None:
+def test_setting_outside_its_range_is_refused(field: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         replace(DemoConfig(), **{field: value})
 

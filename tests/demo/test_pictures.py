@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def curves(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    return {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    return {
+        str(line.get_label()): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
+        for line in axes.lines
+    }
 
 
 def test_loss_shows_every_step_of_the_three_runs() -> None:

@@ -92,12 +92,17 @@ def test_ranks_end_with_the_demo(how: signal.Signals, tmp_path: Path) -> None:
                 break
         ranks = psutil.Process(demo.pid).children(recursive=True)
         assert len(ranks) == 2
-        demo.send_signal(how)
-        assert demo.wait(DEADLINE_SECS) != 0
-        deadline = time.monotonic() + DEADLINE_SECS
-        while any(map(alive, ranks)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not [rank for rank in ranks if alive(rank)]
+        try:
+            demo.send_signal(how)
+            assert demo.wait(DEADLINE_SECS) != 0
+            deadline = time.monotonic() + DEADLINE_SECS
+            while any(map(alive, ranks)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not [rank for rank in ranks if alive(rank)]
+        finally:
+            demo.kill()
+            for rank in filter(alive, ranks):
+                rank.kill()
 
 
 def alive(process: psutil.Process) -> bool:
