@@ -33,22 +33,22 @@ _SHUTDOWN_SECS = 30.0
 
 
 class DeviceProcess:
-    """The child, as its parent sees it. It starts with the first test, and again after a crash."""
+    """The child, as its parent sees it. It starts with the first test, and again after a crash in a test."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
+        self._broken: str | None = None  # why there can be no child
 
     def run(self, item: pytest.Item) -> list[pytest.TestReport]:
-        if self._child is None:
+        if self._broken is None and self._child is None:
             self._start()
-        assert self._child is not None
+        if self._broken is not None:
+            return [_failed(item, self._broken)]
         try:
             self._pipe.send(item.location)
-            if not self._pipe.poll(_BACKSTOP_SECS):
-                self._child.kill()
-            reports = self._pipe.recv()
+            reports = self._receive()
         except (EOFError, OSError):
-            return [self._crash_report(item)]
+            return [_failed(item, self._end("in this test"))]
         restore = item.config.hook.pytest_report_from_serializable
         # A worker of xdist has added the group to its node ids.
         return [restore(config=item.config, data=data | {"nodeid": item.nodeid}) for data in reports]
@@ -70,6 +70,7 @@ class DeviceProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         # The process group's operators on device tensors are replaced: the dispatcher prints a warning.
         environ = os.environ | {INLINE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environ.pop("PYTEST_ADDOPTS", None)  # meant for the outer run
         self._child = subprocess.Popen(
             [sys.executable, "-m", "tests.simaccel.process", str(child_end.fileno())],
             cwd=_ROOT,
@@ -80,22 +81,36 @@ class DeviceProcess:
             stderr=subprocess.STDOUT,
         )
         child_end.close()
+        try:
+            self._receive()
+        except (EOFError, OSError):
+            self._broken = self._end("before the first test")
 
-    def _crash_report(self, item: pytest.Item) -> pytest.TestReport:
+    def _receive(self) -> Any:
+        assert self._child is not None
+        if not self._pipe.poll(_BACKSTOP_SECS):
+            self._child.kill()
+        return self._pipe.recv()
+
+    def _end(self, moment: str) -> str:
         assert self._child is not None
         code = self._child.wait()
         self._output.seek(0)
         output = self._output.read().decode(errors="replace")[-10_000:]
         self.close()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return pytest.TestReport(
-            nodeid=item.nodeid,
-            location=item.location,
-            keywords={},
-            outcome="failed",
-            longrepr=f"The process with the simulated accelerator {how} in this test. Its output:\n{output}",
-            when="call",
-        )
+        return f"The process with the simulated accelerator {how} {moment}. Its output:\n{output}"
+
+
+def _failed(item: pytest.Item, reason: str) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=reason,
+        when="call",
+    )
 
 
 class _Server:
@@ -108,6 +123,7 @@ class _Server:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.location: item for item in session.items}
+        self._pipe.send("ready")
         while True:
             try:
                 item = items[self._pipe.recv()]
@@ -125,8 +141,7 @@ class _Server:
 
 
 def _main(descriptor: str) -> int:
-    # Neither the workers nor the cache of the outer run.
-    options = ["-p", "no:xdist", "-o", "cache_dir=.cache/simaccel/pytest", f"--rootdir={_ROOT}"]
+    options = ["-o", "cache_dir=.cache/simaccel/pytest", f"--rootdir={_ROOT}"]
     return pytest.main([*options, str(_FOLDER)], plugins=[_Server(Connection(int(descriptor)))])
 
 
