@@ -93,7 +93,7 @@ class Pipeline:
             stream.wait(self._events[dependency])
         slot_index = self._plan.buffer_of(op.batch)
         if op.kind is OpKind.LOAD:
-            self._load(batch, slot_index)
+            self._load(batch, slot_index, state=state)
         elif op.kind is OpKind.UPDATE:
             self._update(batch, slot_index, state=state, update=update)
         else:
@@ -102,12 +102,12 @@ class Pipeline:
         if op.kind is OpKind.OFFLOAD:
             self._ring.slot(slot_index).done = event
 
-    def _load(self, batch: Batch, slot_index: int) -> None:
+    def _load(self, batch: Batch, slot_index: int, *, state: OptimizerState) -> None:
         slot, stream = self._ring.slot(slot_index), self._streams[OpKind.LOAD]
         if slot.created:
             self._ring.settle(slot)
-        creates = batch.creates_state()
-        needed = batch.staged_nbytes if any(entry.tensors for entry in batch.active) else 0
+        creates = batch.creates_state(state)
+        needed = self._table.place(batch)
         before = slot.buffer
         # One size for all slots, allocated once per step, unless new state is to come on top of it.
         self._ring.reserve(slot, self._largest_nbytes if needed and not creates else needed, exact=creates)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 
 from swapckpt._torch import DTensorSpec, local_of, spec_of, wrap_local
-from swapckpt.plan import Region, StateId, TensorSpec, coalesce, lay_out
+from swapckpt.plan import Region, StateId, TensorSpec, align_up, coalesce, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -56,6 +58,7 @@ class StateTensor:
         None  # local tensor the update made in place of the staging view; freed at to_host
     )
     bound: Tensor | None = None  # what optimizer.state holds while the batch is on the device
+    staging_offset_nbytes: int = 0  # where it lies in the staging buffer, from place() to the offload
 
     @property
     def host(self) -> Tensor:
@@ -91,17 +94,12 @@ class Batch:
         """Bytes of staging that this batch needs."""
         return sum(segment.nbytes for segment in self.segments)
 
-    def creates_state(self) -> bool:
-        """True when an active parameter has no swapped state yet, so that its update may create some."""
-        return any(not entry.tensors for entry in self.active)
+    def creates_state(self, state: OptimizerState) -> bool:
+        """True when an active parameter has no state at all, so that its update will create some.
 
-    def staging_offsets(self) -> dict[HostSegment, int]:
-        """Where each segment begins in the batch's staging buffer."""
-        offsets, end = {}, 0
-        for segment in self.segments:
-            offsets[segment] = end
-            end += segment.nbytes
-        return offsets
+        Swapped state alone would not tell: a parameter that is too small for it never has any.
+        """
+        return any(not entry.tensors and not state.get(entry.param) for entry in self.active)
 
 
 def ineligibility(tensor: object, *, key: str, config: SwapConfig, device: torch.device) -> str | None:
@@ -197,9 +195,22 @@ class StateTable:
 
     # ------------------------------------------------------------------ the four moves
 
+    def place(self, batch: Batch) -> int:
+        """Choose what moves, and where it lies in staging: gapless, in the order of the host.
+
+        Returns the bytes of staging it takes. Regions of inactive parameters take none, since the state that
+        an update creates comes on top and both together are bounded by the batch.
+        """
+        batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
+        ranks = {segment: rank for rank, segment in enumerate(batch.segments)}
+        end = 0
+        for tensor in sorted(batch.moving, key=lambda each: (ranks[each.segment], each.region.offset_nbytes)):
+            tensor.staging_offset_nbytes = end
+            end = align_up(end + tensor.region.nbytes)
+        return end
+
     def start_load(self, batch: Batch, buffer: Tensor | None) -> list[CopyPair]:
         """HOST -> LOADING. Returns the copies from the mirrors of active parameters into ``buffer``."""
-        batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
         if buffer is None or not batch.moving:
             return []
         pairs = self._runs(batch, buffer)
@@ -211,7 +222,6 @@ class StateTable:
         """LOADING -> DEVICE. Binds the staging views; the compute stream is ordered after the load."""
         if buffer is None:
             return
-        offsets = batch.staging_offsets()
         typed: dict[torch.dtype, Tensor] = {}
         for entry in batch.active:
             values = state[entry.param] if entry.tensors else {}
@@ -219,10 +229,8 @@ class StateTable:
                 dtype = tensor.spec.dtype
                 if dtype not in typed:
                     typed[dtype] = buffer[: buffer.nbytes - buffer.nbytes % dtype.itemsize].view(dtype)
-                begin = offsets[tensor.segment] + tensor.region.offset_nbytes
-                local = typed[dtype].as_strided(
-                    tensor.spec.shape, tensor.spec.stride, begin // dtype.itemsize
-                )
+                begin = tensor.staging_offset_nbytes // dtype.itemsize
+                local = typed[dtype].as_strided(tensor.spec.shape, tensor.spec.stride, begin)
                 tensor.bound = values[key] = wrap_local(local, tensor.placement)
                 tensor.residency = Residency.DEVICE
 
@@ -348,15 +356,13 @@ class StateTable:
     def _runs(self, batch: Batch, buffer: Tensor, *, reverse: bool = False) -> list[CopyPair]:
         """Copies between segments and their places in the staging buffer, for what lies in staging."""
         pairs: list[CopyPair] = []
-        for segment, offset in batch.staging_offsets().items():
-            regions = [
-                tensor.region
-                for tensor in batch.moving
-                if tensor.segment is segment and tensor.source is None
-            ]
-            regions.sort(key=lambda region: region.offset_nbytes)
+        moving = [tensor for tensor in batch.moving if tensor.source is None]
+        moving.sort(key=attrgetter("staging_offset_nbytes"))
+        for segment, tensors in groupby(moving, key=attrgetter("segment")):
+            first = {tensor.region.offset_nbytes: tensor for tensor in tensors}
+            regions = [tensor.region for tensor in first.values()]
             for run in coalesce(regions) if self._config.packed else regions:
                 host = segment.bytes(run)
-                staged = buffer.narrow(0, offset + run.offset_nbytes, run.nbytes)
+                staged = buffer.narrow(0, first[run.offset_nbytes].staging_offset_nbytes, run.nbytes)
                 pairs.append((host, staged) if reverse else (staged, host))
         return pairs
