@@ -404,7 +404,7 @@ def _required(spec: TensorSpec | None) -> TensorSpec:
 
 
 def _overwrite(live: object, value: object, *, home: torch.device | None = None) -> object:
-    """``value`` written into ``live`` if both are tensors of one form, else a copy of ``value`` at ``home``."""
+    """``value`` written into ``live`` if both are tensors of one form; else a copy of it, at ``home``."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(live, torch.Tensor):

@@ -78,7 +78,7 @@ def backward(model: nn.Module, step: int, *, use_spare: bool = False) -> None:
     parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(1000 + step)
     width = model.get_parameter("head.weight").shape[1] if isinstance(model, Net) else parameter.shape[1]
-    x = torch.randn(4, width, generator=generator).to(parameter.dtype)
+    x = torch.randn(4, width, generator=generator).to(parameter)
     output = model(x, use_spare=use_spare) if isinstance(model, Net) else model(x)
     output.float().square().mean().backward()
 
@@ -95,7 +95,7 @@ def train(
 
 
 def contents(model: nn.Module, optimizer: Optimizer) -> dict[str, object]:
-    """Copies of all parameters and all state, by name; sharded tensors in full."""
+    """Copies of all parameters and all state on the CPU, by name; sharded tensors in full."""
     names = {param: name for name, param in model.named_parameters()}
     copied: dict[str, object] = {name: _copy(param) for param, name in names.items()}
     for group in optimizer.param_groups:
@@ -108,7 +108,7 @@ def contents(model: nn.Module, optimizer: Optimizer) -> dict[str, object]:
 def _copy(value: object) -> object:
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def assert_same_bits(found: Mapping[str, object], expected: Mapping[str, object]) -> None:
