@@ -239,21 +239,22 @@ class StateManager:
             gbps: Bandwidth of the link in GB/s, each direction. None measures it with one pinned copy.
         """
         self._sync()
-        devices = [swap.device for swap in self._swaps()]
-        device = devices[0] if devices else device_for(self._torch_device(), timeout_secs=60.0)
+        swaps = self._swaps()
+        device = swaps[0].device if swaps else device_for(self._torch_device(), timeout_secs=60.0)
+        config = swaps[0].config if swaps else self._config  # it may have been adopted before the manager
         footprints = [
             footprint(
                 local_of(param),
                 ((key, spec[0]) for key, spec in (view.expected(param) or {}).items() if spec is not None),
                 name=view.name(param),
-                config=self._config,
+                config=config,
             )
             for view in self._views
             for _, param in view.params()
         ]
         return build_report(
             footprints,
-            self._config,
+            config,
             gbps=gbps if gbps is not None else measure_gbps(device),
             cuts=self._cuts(),
         )

@@ -116,11 +116,7 @@ class Swap:
         live = {param: index for index, params in enumerate(groups) for param in params}
         known = self.table.entries
         fresh = [param for param in live if param not in known]
-        for batch in self.table.batches:
-            batch.params = [entry for entry in batch.params if entry.param in live]
-        for param, group in live.items():
-            if param in known:
-                known[param].group = group
+        self.table.keep(live, optimizer.state)
         self._add(optimizer, fresh, live)
         self._subsets = self._group_subsets(optimizer)
 

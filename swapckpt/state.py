@@ -23,7 +23,7 @@ from swapckpt._torch import DTensorSpec, local_of, spec_of, wrap_local
 from swapckpt.plan import Region, StateId, TensorSpec, align_up, coalesce, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 
     from torch import Tensor
 
@@ -177,6 +177,22 @@ class StateTable:
                 batch.params.append(entry)
             self.batches.append(batch)
 
+    def keep(self, live: Mapping[Tensor, int], state: OptimizerState) -> None:
+        """Let batches hold the parameters of ``live`` (with their group index), each in its own place.
+
+        One that left its group and has no state any more is forgotten; one that has may come back.
+        """
+        for param in [param for param in self.entries if param not in live and param not in state]:
+            entry = self.entries.pop(param)
+            for tensor in (*entry.tensors.values(), *entry.pending.values()):
+                self._drop(self.batches[entry.batch], tensor)
+        for batch in self.batches:
+            batch.params = []
+        for param, entry in self.entries.items():
+            if param in live:
+                entry.group = live[param]
+                self.batches[entry.batch].params.append(entry)
+
     def tensors(self) -> Iterator[StateTensor]:
         """Every swapped tensor that has been created, in step order."""
         for batch in self.batches:
@@ -314,8 +330,13 @@ class StateTable:
 
     def forget(self, entry: ParamState, key: str) -> None:
         """Drop one state tensor; its region stays reserved, so that the layout does not move."""
-        tensor = entry.tensors.pop(key)
-        self.batches[entry.batch].tensors.remove(tensor)
+        self._drop(self.batches[entry.batch], entry.tensors.pop(key))
+
+    @staticmethod
+    def _drop(batch: Batch, tensor: StateTensor) -> None:
+        batch.tensors.remove(tensor)
+        if all(other.segment is not tensor.segment for other in batch.tensors):
+            batch.segments.remove(tensor.segment)
 
     def redirect(self, batch: Batch, old: HostSegment, new: HostSegment) -> None:
         """Let ``new`` take the place of ``old``: its regions become the mirrors. Tensors handed out stay
