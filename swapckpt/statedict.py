@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +19,10 @@ import torch
 from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_of, wrap_local
 from swapckpt.errors import SchemaError, ShardError, UnsupportedOptimizerError, listing
 from swapckpt.state import ineligibility, tensor_spec
-from swapckpt.template import StateTemplate, describe, home_device
+from swapckpt.template import describe, home_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 Values = dict[str, object]
 """State of one parameter by key."""
 
+Wanted = tuple["Tensor", str, "TensorSpec", "DTensorSpec | None"]
+"""State to reserve memory for: its parameter, key, local geometry and placement."""
+
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,9 +49,8 @@ def mark_not_created(local: Tensor) -> None:
 def is_marked(local: Tensor) -> bool:
     """True when every element is negative zero. Looks at one element unless that one is."""
     integer = _INT_OF_SIZE[local.element_size()]
-    bits = local.as_strided((local.numel(),), (1,)).view(integer)
-    sign_only = torch.iinfo(integer).min
-    return bool(bits[0] == sign_only) and bool((bits == sign_only).all())
+    bits, sign_only = local.view(integer), torch.iinfo(integer).min
+    return bool(bits[(0,) * bits.dim()] == sign_only) and bool((bits == sign_only).all())
 
 
 def _not_created(values: Values) -> bool:
@@ -85,7 +88,7 @@ class StateView(ABC):
         return optimizer
 
     @abstractmethod
-    def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
+    def _reserve(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Memory for state to come, as the optimizer would bind it. Not bound yet."""
 
     @abstractmethod
@@ -95,12 +98,6 @@ class StateView(ABC):
     @abstractmethod
     def _unbind(self, param: Tensor) -> None:
         """Make the state of ``param`` absent."""
-
-    @staticmethod
-    def _empty(template: StateTemplate, device: torch.device) -> Tensor:
-        spec = _required(template.spec)
-        local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-        return wrap_local(local, template.placement)
 
     def params(self) -> Iterator[tuple[int, Tensor]]:
         """Group index and parameter, in the order of ``param_groups``."""
@@ -115,27 +112,33 @@ class StateView(ABC):
     def values(self, param: Tensor) -> Values:
         """State of ``param`` by key: the live tensors themselves, or a template (see [Note: not created])."""
         live: Values | None = self.optimizer.state.get(param)
-        if live:
-            return live
-        self._prepare_templates()
-        values = self._templates.get(param, {})
+        if live or not param.requires_grad:  # like stock, which gives a frozen parameter no fresh state
+            return live or {}
+        if param not in self._templates:
+            self._prepare_templates()
+        values = self._templates[param]
         for value in values.values():
             if isinstance(value, torch.Tensor):
                 mark_not_created(local_of(value))
         return values
 
-    def _prepare_templates(self) -> None:
-        """Reserve memory for every parameter without state, so that each batch gets one packed segment."""
+    def _prepare_templates(self, frozen: Collection[Tensor] = ()) -> None:
+        """Reserve memory for every parameter without state, so that each batch gets one packed segment.
+
+        Parameters that are frozen get none unless they are in ``frozen``.
+        """
         missing = [
             (group, param)
             for group, param in self.params()
-            if param.requires_grad and not self.optimizer.state.get(param) and param not in self._templates
+            if (param.requires_grad or param in frozen)
+            and not self.optimizer.state.get(param)
+            and param not in self._templates
         ]
         if not missing:
             return
         described = describe(self.optimizer, self._step, missing)
         wanted = [
-            (param, key, template)
+            (param, key, template.spec, template.placement)
             for param, templates in described.items()
             for key, template in templates.items()
             if template.spec is not None
@@ -144,7 +147,7 @@ class StateView(ABC):
             self._templates[param] = {
                 key: template.value for key, template in described[param].items() if template.spec is None
             }
-        for (param, key, _), tensor in zip(wanted, self._reserve(wanted), strict=True):
+        for (param, key, _, _), tensor in zip(wanted, self._reserve(wanted), strict=True):
             self._templates[param][key] = tensor
 
     def expected(self, param: Tensor) -> dict[str, tuple[TensorSpec, DTensorSpec | None] | None] | None:
@@ -154,11 +157,12 @@ class StateView(ABC):
         """
         live = self.optimizer.state.get(param)
         if not live:
-            try:
-                self._prepare_templates()
-            except UnsupportedOptimizerError:
+            if param.requires_grad and param not in self._templates:
+                with suppress(UnsupportedOptimizerError):
+                    self._prepare_templates()
+            live = self._templates.get(param)
+            if live is None:
                 return None
-            live = self._templates.get(param, {})
         return {
             key: (tensor_spec(local_of(value)), spec_of(value)) if isinstance(value, torch.Tensor) else None
             for key, value in live.items()
@@ -169,6 +173,8 @@ class StateView(ABC):
     def problems(self, incoming: Mapping[Tensor, Values], *, allow_missing: bool = False) -> list[str]:
         """Everything about ``incoming`` that does not fit. Changes nothing."""
         found = []
+        with suppress(UnsupportedOptimizerError):
+            self._prepare_templates(frozen=incoming.keys())
         for _, param in self.params():
             expected, values = self.expected(param), incoming.get(param)
             if values is None:
@@ -245,11 +251,12 @@ def _misplaced(placement: DTensorSpec | None, value: Tensor) -> str | None:
 class LiveState(StateView):
     """State of an optimizer that is not swapped: it lives with the parameters."""
 
-    def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
+    def _reserve(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         groups = {param: group for group, param in self.params()}
+        fields = self.optimizer.param_groups
         return [
-            self._empty(template, home_device(self.optimizer.param_groups[groups[param]], param, key))
-            for param, key, template in wanted
+            _empty(spec, placement, home_device(fields[groups[param]], param, key))
+            for param, key, spec, placement in wanted
         ]
 
     def _bind(self, incoming: Mapping[Tensor, Values]) -> None:
@@ -288,27 +295,26 @@ class SwappedState(StateView):
             for entry in batch.params:
                 yield entry.group, entry.param
 
-    def _reserve(self, wanted: Sequence[tuple[Tensor, str, StateTemplate]]) -> list[Tensor]:
+    def _reserve(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         reserved: dict[tuple[Tensor, str], Tensor] = {}
         for batch in self._table.batches:
             swapped = []
-            for param, key, template in wanted:
+            for param, key, spec, placement in wanted:
                 entry = self._table.entries[param]
-                spec = _required(template.spec)
                 if entry.batch != batch.index:
                     continue
                 pending = entry.pending.get(key)
                 if pending is not None and pending.spec == spec:
                     reserved[param, key] = pending.mirror
                 elif self._is_swapped(key, spec):
-                    swapped.append((entry, key, spec, template.placement))
+                    swapped.append((entry, key, spec, placement))
                 else:
                     home = home_device(self.optimizer.param_groups[entry.group], param, key)
-                    reserved[param, key] = self._empty(template, home)
+                    reserved[param, key] = _empty(spec, placement, home)
             for (entry, key, _, _), tensor in zip(swapped, self._table.reserve(batch, swapped), strict=True):
                 entry.pending[key] = tensor
                 reserved[entry.param, key] = tensor.mirror
-        return [reserved[param, key] for param, key, _ in wanted]
+        return [reserved[param, key] for param, key, _, _ in wanted]
 
     def _is_swapped(self, key: str, spec: TensorSpec) -> bool:
         standin = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
@@ -396,11 +402,9 @@ class SwappedState(StateView):
             self.restore(dict(self.optimizer.state))
 
 
-def _required(spec: TensorSpec | None) -> TensorSpec:
-    if spec is None:
-        msg = "A template without geometry cannot be reserved."
-        raise AssertionError(msg)
-    return spec
+def _empty(spec: TensorSpec, placement: DTensorSpec | None, device: torch.device) -> Tensor:
+    local = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    return wrap_local(local, placement)
 
 
 def _overwrite(live: object, value: object, *, home: torch.device | None = None) -> object:
