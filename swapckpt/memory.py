@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from swapckpt.device import Device, Event, Ledger
+    from swapckpt.device import CopyPair, Device, Event, Ledger
 
 _MIN_SLAB_NBYTES = 1 << 20
 _MAX_SLAB_NBYTES = 256 << 20
@@ -158,6 +158,7 @@ class StagingSlot:
     buffer: Tensor | None = None  # uint8 on the device
     created: list[Tensor] = field(default_factory=list)  # state made by the update, on its way to the host
     created_nbytes: int = 0
+    shadowed: list[CopyPair] = field(default_factory=list)  # packed small state; not swapped, not accounted
     done: Event | None = None  # the offload that last read buffer and created
 
 
@@ -204,6 +205,7 @@ class StagingRing:
 
     def _drop_created(self, slot: StagingSlot) -> None:
         slot.created.clear()
+        slot.shadowed = []
         self._device.ledger.drop_device(slot.created_nbytes)
         slot.created_nbytes = 0
 

@@ -124,23 +124,24 @@ class Pipeline:
         slot = self._ring.slot(slot_index)
         if batch.moving:
             self._table.to_device(batch, slot.buffer, state)
+        self._table.upload_parked(batch, state)
         self.updates_started = True
         with self._streams[OpKind.UPDATE].span("update", batch=batch.index):
             update(batch)
         for tensor in self._table.discover(batch, state):
             if tensor.source is not None and tensor.source.device == self._device.device:
                 self._ring.hold(slot, tensor.source)
+        slot.shadowed = self._table.shadow_small(batch, state)
 
     def _offload(self, batch: Batch, slot_index: int, *, state: OptimizerState) -> None:
-        if not batch.moving:
-            return
-        stream = self._streams[OpKind.OFFLOAD]
+        slot, stream = self._ring.slot(slot_index), self._streams[OpKind.OFFLOAD]
         for segment in list(batch.segments):
             if any(tensor.segment is segment for tensor in batch.moving):
                 self._pass_gate(batch, segment)
-        pairs = self._table.start_offload(batch, self._ring.slot(slot_index).buffer)
-        with stream.span("offload", batch=batch.index, nbytes=_nbytes(pairs)):
-            stream.copy(pairs)
+        pairs = self._table.start_offload(batch, slot.buffer) + slot.shadowed
+        if pairs:
+            with stream.span("offload", batch=batch.index, nbytes=_nbytes(pairs)):
+                stream.copy(pairs)
         self._table.bind_mirrors(batch, state)
 
     def _pass_gate(self, batch: Batch, segment: HostSegment) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from swapckpt._torch import DTensorSpec, local_of, spec_of, wrap_local
 from swapckpt.plan import Region, StateId, TensorSpec, align_up, coalesce, lay_out
+from swapckpt.shadow import Shadow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -76,6 +77,9 @@ class ParamState:
     batch: int
     tensors: dict[str, StateTensor] = field(default_factory=dict)
     pending: dict[str, StateTensor] = field(default_factory=dict)  # reserved mirrors of state not created yet
+    parked: set[str] = field(
+        default_factory=set
+    )  # small state that was loaded and goes to the device next step
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +88,7 @@ class Batch:
 
     index: int
     params: list[ParamState]
+    shadow: Shadow
     segments: list[HostSegment] = field(default_factory=list)
     tensors: list[StateTensor] = field(default_factory=list)
     active: list[ParamState] = field(default_factory=list)  # with a gradient in this step
@@ -170,7 +175,7 @@ class StateTable:
         Batches that exist keep their place: a layout never moves.
         """
         for cut in cuts:
-            batch = Batch(len(self.batches), [])
+            batch = Batch(len(self.batches), [], Shadow(self._arena))
             for name, param, group in params[cut.start : cut.stop]:
                 entry = ParamState(name, param, group, batch.index)
                 self.entries[param] = entry
@@ -208,6 +213,35 @@ class StateTable:
     def largest_batch_nbytes(self) -> int:
         """Bytes of staging that the largest batch needs."""
         return max((batch.staged_nbytes for batch in self.batches), default=0)
+
+    @property
+    def is_host(self) -> bool:
+        """True when the device's own tensors are host memory, so that small state needs no shadow."""
+        return self._device.type == "cpu"
+
+    # ------------------------------------------------------------------ small state
+
+    def upload_parked(self, batch: Batch, state: OptimizerState) -> None:
+        """Move small state of active parameters, which a load left on the host, to the device."""
+        for entry in batch.active:
+            for key in entry.parked:
+                value = state[entry.param][key]
+                if isinstance(value, torch.Tensor):
+                    local = local_of(value).to(self._device)
+                    state[entry.param][key] = wrap_local(local, spec_of(value))
+            entry.parked.clear()
+
+    def shadow_small(self, batch: Batch, state: OptimizerState) -> list[CopyPair]:
+        """Copies that bring the batch's small device state into its shadow (none on a host device)."""
+        if self.is_host:
+            return []
+        small = {
+            StateId(entry.name, key): value
+            for entry in batch.params
+            for key, value in state.get(entry.param, {}).items()
+            if isinstance(value, torch.Tensor) and key not in entry.tensors and value.device == self._device
+        }
+        return batch.shadow.gather(small) if small else []
 
     # ------------------------------------------------------------------ the four moves
 
