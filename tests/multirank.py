@@ -268,9 +268,7 @@ def _rank_main(rank: int, job: _Job, channel: Connection) -> None:
         function, args, kwargs = pickle.loads(job.call)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(  # type: ignore[attr-defined] # public, but torch's stubs do not say so
-                str(job.scratch / "store"), job.world_size
-            ),
+            store=dist.FileStore(str(job.scratch / "store"), job.world_size),
             rank=rank,
             world_size=job.world_size,
             # Longer than the run: a hang is for the runner to report, with stacks.

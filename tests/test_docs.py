@@ -1,0 +1,126 @@
+"""The ``python`` blocks of README.md and docs/ run: each file in one namespace, in a folder of its own.
+
+A block under the line ``<!-- no-run: reason -->`` is shown, not run. Say why: it is the one way out.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(r"(?P<ticks>`{3,})(?P<language>[^\s`]*)[^`]*")
+_NO_RUN = re.compile(r"<!--\s*no-run:\s*\S.*-->")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The text between two fences."""
+
+    language: str
+    line: int  # of its first line of text, from 1
+    text: str
+    runs: bool
+
+
+def blocks_of(page: str) -> list[Block]:
+    blocks: list[Block] = []
+    opening: re.Match[str] | None = None
+    start = 0
+    before = ""  # the last line with text
+    lines = page.splitlines()
+    for number, line in enumerate(lines, start=1):
+        fence = _FENCE.fullmatch(line.rstrip())
+        if opening is None:
+            if fence:
+                opening, start = fence, number
+            elif line.strip():
+                before = line.strip()
+        elif line.strip("` ") == "" and fence and len(fence["ticks"]) >= len(opening["ticks"]):
+            text = "\n".join(lines[start : number - 1])
+            blocks.append(Block(opening["language"], start + 1, text, not _NO_RUN.fullmatch(before)))
+            opening, before = None, ""
+    assert opening is None, f"the fence of line {start} is never closed"
+    return blocks
+
+
+def run_page(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run its blocks one after the other, as if they were one module."""
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # what is defined there can be pickled
+    for block in blocks_of(page):
+        if block.language == "python" and block.runs:
+            # Tracebacks point into the page.
+            code = compile("\n" * (block.line - 1) + block.text, name, "exec", dont_inherit=True)
+            exec(code, module.__dict__)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(path.read_text(), str(path), monkeypatch)
+
+
+def test_the_readme_has_an_example_that_runs() -> None:
+    assert any(block.language == "python" and block.runs for block in blocks_of(PAGES[0].read_text()))
+
+
+PAGE = """\
+Some text.
+
+```python
+first = 1
+```
+
+```console
+$ not python
+```
+
+<!-- no-run: needs a cluster -->
+
+```python
+raise RuntimeError
+```
+
+```python
+assert first == 1
+second = first / {divisor}
+```
+"""
+
+
+def test_blocks_share_a_namespace_and_marked_ones_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(PAGE.format(divisor=1), "page.md", monkeypatch)
+
+
+def test_a_block_that_raises_fails_with_the_line_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_page(PAGE.format(divisor=0), "page.md", monkeypatch)
+    assert (caught.traceback[-1].path, caught.traceback[-1].lineno + 1) == ("page.md", 19)
+    assert PAGE.splitlines()[18].startswith("second")
+
+
+def test_a_mark_without_a_reason_does_not_count() -> None:
+    assert blocks_of("<!-- no-run: -->\n```python\n1 / 0\n```")[0].runs
+
+
+def test_a_mark_holds_for_one_block() -> None:
+    marked, next_one = blocks_of("<!-- no-run: why -->\n```python\na\n```\n```python\nb\n```")
+    assert (marked.runs, next_one.runs) == (False, True)
+
+
+def test_a_fence_inside_a_longer_fence_is_text() -> None:
+    (block,) = blocks_of("````md\n```python\n1 / 0\n```\n````")
+    assert (block.language, block.text) == ("md", "```python\n1 / 0\n```")
+
+
+def test_an_open_fence_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="the fence of line 2 is never closed"):
+        blocks_of("text\n```python\n1")
