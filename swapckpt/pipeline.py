@@ -17,7 +17,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from swapckpt.errors import StepError, SwapCkptError
+from swapckpt.errors import StepError, SwapCkptError, TransferError
 from swapckpt.memory import StagingRing
 from swapckpt.plan import Op, OpKind, StepPlan
 
@@ -68,10 +68,12 @@ class Pipeline:
                 self._submit(op, state=state, update=update)
             self._drain()
         except BaseException as error:
-            self._fail(state)
             if op is None or not isinstance(error, Exception):
+                self._fail(state)
                 raise
-            raise StepError(self._describe(op, error)) from error
+            failed, cause = self._culprit(op, error)
+            self._fail(state)
+            raise StepError(self._describe(failed, cause)) from cause
         self._ring.close(release=self._config.release_staging)
 
     def _begin(self) -> None:
@@ -161,6 +163,19 @@ class Pipeline:
                 event.synchronize(self._config.timeout_secs)
                 self._table.to_host(self._table.batches[index])
 
+    def _culprit(self, op: Op, error: Exception) -> tuple[tuple[OpKind, int], Exception]:
+        """The operation that failed, and how: a copy reports its failure only to those who wait for it later.
+
+        Events are in order of submission, so the first one that reports a failure is the culprit's own.
+        """
+        if isinstance(error, TransferError):
+            for key, event in self._events.items():
+                try:
+                    event.synchronize(self._config.timeout_secs)
+                except TransferError as cause:  # noqa: PERF203 - which one raises is the question
+                    return key, cause
+        return op.key, error
+
     def _fail(self, state: OptimizerState) -> None:
         # The first cause is being raised; a stream that cannot even be waited for must not hide it.
         with suppress(SwapCkptError):
@@ -168,14 +183,15 @@ class Pipeline:
         self._table.abandon(state)
         self._ring.close(release=True)
 
-    def _describe(self, op: Op, error: Exception) -> str:
-        names = ", ".join(entry.name for entry in self._table.batches[op.batch].params[:4])
+    def _describe(self, failed: tuple[OpKind, int], error: Exception) -> str:
+        kind, index = failed
+        names = ", ".join(entry.name for entry in self._table.batches[index].params[:4])
         consequence = (
             "Parameters and state may be partly updated: restore both from a checkpoint."
             if self.updates_started
             else "Nothing was updated: parameters and state are unchanged."
         )
-        return f"The step failed in batch {op.batch} ({op.kind.value}; {names}, ...): {error}. {consequence}"
+        return f"The step failed in batch {index} ({kind.value}; {names}, ...): {error}. {consequence}"
 
 
 def _nbytes(pairs: list[tuple[Tensor, Tensor]]) -> int:

@@ -334,14 +334,22 @@ class StateTable:
 
     def abandon(self, state: OptimizerState) -> None:
         """After a failure: whatever was in flight is HOST again, with the content its mirror happens to
-        have."""
+        have. State that an update created and that did not get a mirror any more is dropped."""
         for batch in self.batches:
+            for entry in batch.active:
+                self._drop_undiscovered(entry, state.get(entry.param, {}))
             batch.active = [entry for entry in batch.params if entry.tensors and entry.param in state]
             self.bind_mirrors(batch, state)
             for entry in batch.active:
                 for tensor in entry.tensors.values():
                     tensor.residency = Residency.HOST
             batch.active, batch.moving = [], []
+
+    def _drop_undiscovered(self, entry: ParamState, values: dict[str, object]) -> None:
+        for key, value in list(values.items()):
+            eligible = ineligibility(value, key=key, config=self._config, device=self._device) is None
+            if eligible and key not in entry.tensors:
+                del values[key]
 
     # ------------------------------------------------------------------ registration
 
