@@ -1,8 +1,8 @@
 """Host copies of the small state that stays on the device.
 
-Step counters of fused optimizers and tensors below ``min_numel`` are not worth swapping, but an export must not
-touch the device. Each batch's own offload brings them along: gathered on the device into one packed tensor per
-dtype, so that a batch costs one more copy and not one per tensor.
+Step counters of fused optimizers and tensors below ``min_numel`` are not worth swapping, but an export must
+not touch the device. Each batch's own offload brings them along: gathered on the device into one packed
+tensor per dtype, so that a batch costs one more copy and not one per tensor.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 
 from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_of, wrap_local
 from swapckpt.errors import SchemaError, ShardError, UnsupportedOptimizerError, listing
+from swapckpt.plan import StateId
 from swapckpt.state import ineligibility, tensor_spec
 from swapckpt.template import describe, home_device
 
@@ -265,7 +266,7 @@ class LiveState(StateView):
                 fields = self.optimizer.param_groups[index]
                 live = self.optimizer.state.get(param) or self._templates.get(param, {})
                 self.optimizer.state[param] = {
-                    key: _overwrite(live.get(key), value, home=home_device(fields, param, key))
+                    key: overwrite(live.get(key), value, home=home_device(fields, param, key))
                     for key, value in incoming[param].items()
                 }
 
@@ -308,9 +309,8 @@ class SwappedState(StateView):
                     reserved[param, key] = pending.mirror
                 elif self._is_swapped(key, spec):
                     swapped.append((entry, key, spec, placement))
-                else:
-                    home = home_device(self.optimizer.param_groups[entry.group], param, key)
-                    reserved[param, key] = _empty(spec, placement, home)
+                else:  # on the host wherever its home is: a template must not touch the device
+                    reserved[param, key] = _empty(spec, placement, torch.device("cpu"))
             for (entry, key, _, _), tensor in zip(swapped, self._table.reserve(batch, swapped), strict=True):
                 entry.pending[key] = tensor
                 reserved[entry.param, key] = tensor.mirror
@@ -332,8 +332,7 @@ class SwappedState(StateView):
             for key, value in values.items():
                 tensor = entry.tensors.get(key)
                 if tensor is None:
-                    home = home_device(self.optimizer.param_groups[entry.group], param, key)
-                    bound[key] = _overwrite(live.get(key), value, home=home)
+                    bound[key] = self._small(entry, key, live=live.get(key), value=value)
                     continue
                 source = local_of(value) if isinstance(value, torch.Tensor) else None
                 if source is not None and source.data_ptr() != tensor.host.data_ptr():
@@ -341,6 +340,27 @@ class SwappedState(StateView):
                     tensor.host.copy_(source)
                 bound[key] = tensor.mirror
             self.optimizer.state[param] = bound
+
+    def _small(self, entry: ParamState, key: str, *, live: object, value: object) -> object:
+        """State that is not swapped: in place on a host device, else parked on the host until the next
+        step."""
+        home = home_device(self.optimizer.param_groups[entry.group], entry.param, key)
+        if home.type == "cpu" or not isinstance(value, torch.Tensor):
+            return overwrite(live, value, home=home)
+        entry.parked.add(key)
+        return overwrite(None, value, home=torch.device("cpu"))
+
+    def values(self, param: Tensor) -> Values:
+        """As the base class; small state that lives on the device is shown by its host shadow."""
+        values, entry = super().values(param), self._table.entries[param]
+        if self._table.is_host:
+            return values
+        shadow, shown = self._table.batches[entry.batch].shadow, dict(values)
+        for key, value in values.items():
+            mirror = shadow.mirror(StateId(entry.name, key))
+            if mirror is not None and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                shown[key] = mirror
+        return shown
 
     def _release_other_keys(self, entry: ParamState, values: Values) -> None:
         for key in [key for key in entry.tensors if key not in values]:
@@ -368,7 +388,7 @@ class SwappedState(StateView):
     def _pass_gate(self, entry: ParamState) -> None:
         batch = self._table.batches[entry.batch]
         for segment in list(batch.segments):
-            target = self._gate().before_overwrite(segment)
+            target = self._gate().beforeoverwrite(segment)
             if target is not segment:
                 for tensor in batch.tensors:
                     if tensor.segment is segment:
@@ -407,7 +427,7 @@ def _empty(spec: TensorSpec, placement: DTensorSpec | None, device: torch.device
     return wrap_local(local, placement)
 
 
-def _overwrite(live: object, value: object, *, home: torch.device | None = None) -> object:
+def overwrite(live: object, value: object, *, home: torch.device | None = None) -> object:
     """``value`` written into ``live`` if both are tensors of one form; else a copy of it, at ``home``."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -419,181 +439,3 @@ def _overwrite(live: object, value: object, *, home: torch.device | None = None)
             return live
     copied = local_of(value).detach().to(home, copy=True)
     return wrap_local(copied, spec_of(value))
-
-
-# ---------------------------------------------------------------------- layouts
-
-_NOT_SETTINGS = ("params", "param_names")
-
-
-def nested_layout(views: Iterable[StateView]) -> dict[str, object]:
-    """The layout of stock ``get_optimizer_state_dict``: ``state`` by FQN, ``param_groups`` as a list."""
-    state: dict[str, Values] = {}
-    groups: list[dict[str, object]] = []
-    for view in views:
-        for _, param in view.params():
-            values = view.values(param)
-            if values:
-                state[view.name(param)] = dict(values)
-        for group in view.optimizer.param_groups:
-            fields = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**fields, "params": [view.name(param) for param in group["params"]]})
-    return {"state": state, "param_groups": groups}
-
-
-def flat_layout(views: Iterable[StateView]) -> dict[str, object]:
-    """Stock's flattened layout: ``state.{fqn}.{key}`` and ``param_groups.{fqn}.{field}``."""
-    flat: dict[str, object] = {}
-    for view in views:
-        for group, param in view.params():
-            name = view.name(param)
-            flat |= {f"state.{name}.{key}": value for key, value in view.values(param).items()}
-            fields = view.optimizer.param_groups[group]
-            flat |= {f"param_groups.{name}.{key}": value for key, value in fields.items() if key != "params"}
-    return flat
-
-
-class Incoming:
-    """A state dict sorted by parameter. What belongs to no parameter is collected as a problem.
-
-    ``fields`` are the settings of each parameter's group; None when somebody else restores them.
-    """
-
-    def __init__(self, views: Sequence[StateView], *, with_fields: bool = True) -> None:
-        self._views = views
-        self.state: dict[Tensor, Values] = {}
-        self.fields: dict[Tensor, dict[str, object]] | None = {} if with_fields else None
-        self.problems: list[str] = []
-
-    @classmethod
-    def from_layout(cls, state_dict: Mapping[str, object], views: Sequence[StateView]) -> Incoming:
-        """Read the nested or the flat layout; any alias of a tied parameter is accepted."""
-        incoming = cls(views)
-        params = {alias: param for view in views for param, names in view.names.items() for alias in names}
-        state, groups = state_dict.get("state"), state_dict.get("param_groups")
-        if isinstance(state, dict) and isinstance(groups, list):
-            incoming._read_nested(state, groups, params)
-        else:
-            incoming._read_flat(state_dict, params)
-        return incoming
-
-    @classmethod
-    def from_positions(cls, state_dict: Mapping[str, object], view: StateView) -> Incoming:
-        """Read torch's own layout, in which parameters are matched by their position in the groups."""
-        incoming = cls([view], with_fields=False)
-        state, groups = state_dict.get("state"), state_dict.get("param_groups")
-        if not isinstance(state, dict) or not isinstance(groups, list):
-            msg = f"Expected a state dict with 'state' and 'param_groups', found {sorted(state_dict)}."
-            raise SchemaError(msg)
-        theirs = [len(group["params"]) for group in groups]
-        ours = [len(group["params"]) for group in view.optimizer.param_groups]
-        if theirs != ours:
-            msg = f"Expected groups of {ours} parameters, found groups of {theirs} in the state dict."
-            raise SchemaError(msg)
-        ids = [name for group in groups for name in group["params"]]
-        live = [param for group in view.optimizer.param_groups for param in group["params"]]
-        params = dict(zip(ids, live, strict=True))
-        for name, values in state.items():
-            if name in params:
-                incoming.state[params[name]] = values
-            else:
-                incoming.problems.append(f"state of parameter {name!r}: in none of the groups")
-        return incoming
-
-    def _read_nested(
-        self,
-        state: Mapping[str, Values],
-        groups: Sequence[Mapping[str, object]],
-        params: Mapping[str, Tensor],
-    ) -> None:
-        for name, values in state.items():
-            if name in params:
-                self.state.setdefault(params[name], {}).update(values)
-            else:
-                self.problems.append(f"{name}: unexpected, no optimizer holds this parameter")
-        for group in groups:
-            names = group["params"]
-            fields = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-            for name in names if isinstance(names, list) else []:
-                if name in params:
-                    self._set_fields(params[name], fields)
-
-    def _set_fields(self, param: Tensor, fields: dict[str, object]) -> None:
-        if self.fields is not None:
-            self.fields[param] = fields
-
-    def _read_flat(self, flat: Mapping[str, object], params: Mapping[str, Tensor]) -> None:
-        fields: dict[Tensor, dict[str, object]] = {}
-        for key, value in flat.items():
-            kind, _, rest = key.partition(".")
-            name, field = _split(rest, params)
-            if kind not in ("state", "param_groups") or name is None:
-                self.problems.append(f"{key}: unexpected, not state.<fqn>.<key> of a known parameter")
-            elif kind == "state":
-                self.state.setdefault(params[name], {})[field] = value
-            elif field not in _NOT_SETTINGS:
-                fields.setdefault(params[name], {})[field] = value
-        self.fields = fields
-
-    def _group_problems(self, view: StateView) -> Iterator[str]:
-        """Groups whose parameters are spread over groups with other settings in the state dict."""
-        if self.fields is None:
-            return
-        for group in view.optimizer.param_groups:
-            fields = {view.name(param): self.fields.get(param) for param in group["params"]}
-            missing = sorted(name for name, found in fields.items() if found is None)
-            if missing:
-                yield f"param_groups: no settings for {missing}"
-            elif any(not _equal_fields(found, next(iter(fields.values()))) for found in fields.values()):
-                yield f"param_groups: {sorted(fields)} are one group here, but have different settings"
-
-    def check(self, *, allow_missing: bool) -> None:
-        """Raise unless everything fits.
-
-        Raises:
-            ShardError: A plain tensor stands for a sharded parameter.
-            SchemaError: Anything else; lists all problems.
-        """
-        problems = list(self.problems)
-        for view in self._views:
-            problems += view.problems(self.state, allow_missing=allow_missing)
-            problems += self._group_problems(view)
-        if not problems:
-            return
-        kind = ShardError if all("expected a DTensor" in line for line in problems) else SchemaError
-        msg = f"The state dict does not fit the optimizer ({len(problems)} problems):{listing(problems)}"
-        raise kind(msg)
-
-    def restore(self) -> None:
-        """Write state and group fields. ``check`` has passed."""
-        for view in self._views:
-            own = {param: self.state[param] for _, param in view.params() if param in self.state}
-            view.restore(own)
-            if self.fields is not None:
-                for group in view.optimizer.param_groups:
-                    for param in group["params"][:1]:
-                        for key, value in self.fields.get(param, {}).items():
-                            group[key] = _overwrite(group.get(key), value)
-
-
-def _split(rest: str, names: Mapping[str, Tensor]) -> tuple[str | None, str]:
-    """The longest known parameter name that ``rest`` begins with, and what follows it."""
-    name = rest
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in names:
-            return name, rest[len(name) + 1 :]
-    return None, rest
-
-
-def _equal_fields(first: dict[str, object] | None, second: dict[str, object] | None) -> bool:
-    if first is second:
-        return True
-    if first is None or second is None or first.keys() != second.keys():
-        return False
-    return all(
-        torch.equal(value, other)
-        if isinstance(value, torch.Tensor) and isinstance(other := second[key], torch.Tensor)
-        else value == second[key]
-        for key, value in first.items()
-    )
