@@ -79,8 +79,12 @@ class AcceleratorEvent:
         except RuntimeError as error:
             if isinstance(error, TransferError):
                 raise
-            msg = f"The device reported an error for the {self._stream} stream: {error}"
-            raise TransferError(msg) from error
+            raise _reported(self._stream, error) from error
+
+
+def _reported(stream: str, error: RuntimeError) -> TransferError:
+    """The error of earlier work. Any call can be the one that reports it, recording an event included."""
+    return TransferError(f"The device reported an error for the {stream} stream: {error}")
 
 
 class AcceleratorStream:
@@ -96,7 +100,10 @@ class AcceleratorStream:
         if not isinstance(event, AcceleratorEvent):
             msg = f"The {self.name} stream can only wait for events of its own device, got {event!r}."
             raise TypeError(msg)
-        self.native.wait_event(event.native)
+        try:
+            self.native.wait_event(event.native)
+        except RuntimeError as error:
+            raise _reported(self.name, error) from error
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
         with self._module.stream(self.native):
@@ -109,7 +116,10 @@ class AcceleratorStream:
 
     def record(self) -> AcceleratorEvent:
         native = self._module.Event()
-        native.record(self.native)
+        try:
+            native.record(self.native)
+        except RuntimeError as error:
+            raise _reported(self.name, error) from error
         return AcceleratorEvent(native, self.name)
 
     def span(self, name: str, *, batch: int, nbytes: int = 0) -> AbstractContextManager[None]:
