@@ -122,7 +122,7 @@ def configure(
         fail_pin: The n-th allocation of pinned memory raises ``RuntimeError``.
         fail_copy: The n-th copy between host and device raises ``RuntimeError`` at once.
         fail_copy_late: The n-th copy fails when it is executed: the device does nothing more, and every later
-            launch, query and synchronization raises ``RuntimeError``, until ``reset``.
+            launch, record, wait, query and synchronization raises ``RuntimeError``, until ``reset``.
     """
     ops = torch.ops.simaccel
     if policy is not None:

@@ -422,7 +422,15 @@ def test_a_copy_that_fails_late_stops_the_device() -> None:
     with pytest.raises(RuntimeError, match="H2D copy failed"):
         done.synchronize()
     assert sim.peek(device).tolist() == [0, 0]
-    for call in (done.query, torch.accelerator.synchronize, lambda: device.add_(1), device.tolist):
+    stream = torch.accelerator.current_stream()
+    for call in (
+        done.query,
+        done.wait,
+        stream.record_event,
+        torch.accelerator.synchronize,
+        lambda: device.add_(1),
+        device.tolist,
+    ):
         with pytest.raises(RuntimeError, match="earlier asynchronous work"):
             call()
     sim.reset()

@@ -111,6 +111,7 @@ class Scheduler {
 
   // Later work of `stream` waits for the event.
   void wait(int stream, const Event& event) {
+    check_fault();
     Stream& s = streams_.at(stream);
     s.secs = std::max(s.secs, event.secs);
     s.pending.push_back({nullptr, event.at});
@@ -123,6 +124,7 @@ class Scheduler {
   }
 
   Event record(int stream) {
+    check_fault();
     progress();
     return {tail(stream), std::max(streams_.at(stream).secs, host_secs_)};
   }
@@ -229,6 +231,8 @@ class Scheduler {
     if (!item.run || fault_) return;  // a failed device does nothing more: what later work would write stays as it is
     try {
       item.run();
+    } catch (const c10::Error& error) {
+      fault_ = error.what_without_backtrace();
     } catch (const std::exception& error) {
       fault_ = error.what();
     }
@@ -243,7 +247,7 @@ class Scheduler {
     }
   }
 
-  static constexpr int kPollsBeforeProgress = 8;
+  static constexpr int kPollsBeforeProgress = 4;
   // Virtual bandwidths in order of Engine: device memory, and a link that works in both directions at once.
   static constexpr std::array<double, 3> kBytesPerSec = {1000e9, 25e9, 25e9};
 
