@@ -238,9 +238,8 @@ class Swap:
         try:
             self.pipeline.run(optimizer.state, _no_update)
         except StepError as error:
-            for param, values in before.items():
-                optimizer.state[param].clear()  # update() alone would put what was dropped at the end
-                optimizer.state[param].update(values)
+            optimizer.state.clear()  # update() alone would put what was dropped at the end
+            optimizer.state.update(before)
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
 

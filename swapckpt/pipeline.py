@@ -69,10 +69,10 @@ class Pipeline:
             self._drain()
         except BaseException as error:
             if op is None or not isinstance(error, Exception):
-                self._fail(state)
+                self._fail(op, state)
                 raise
             failed, cause = self._culprit(op, error)
-            self._fail(state)
+            self._fail(op, state)
             raise StepError(self._describe(failed, cause)) from cause
         self._ring.close(release=self._config.release_staging)
 
@@ -176,11 +176,12 @@ class Pipeline:
                     return key, cause
         return op.key, error
 
-    def _fail(self, state: OptimizerState) -> None:
+    def _fail(self, op: Op | None, state: OptimizerState) -> None:
         # The first cause is being raised; a stream that cannot even be waited for must not hide it.
         with suppress(SwapCkptError):
             self._device.reset()
-        self._table.abandon(state)
+        torn = op is not None and op.kind is OpKind.UPDATE and self.updates_started
+        self._table.abandon(state, torn=self._table.batches[op.batch] if op is not None and torn else None)
         self._ring.close(release=True)
 
     def _describe(self, failed: tuple[OpKind, int], error: Exception) -> str:

@@ -332,12 +332,14 @@ class StateTable:
             tensor.residency = Residency.HOST
         batch.moving = []
 
-    def abandon(self, state: OptimizerState) -> None:
+    def abandon(self, state: OptimizerState, *, torn: Batch | None) -> None:
         """After a failure: whatever was in flight is HOST again, with the content its mirror happens to
-        have. State that an update created and that did not get a mirror any more is dropped."""
+        have. State that the update of ``torn`` was creating, and that has no mirror yet, is absent again."""
+        for entry in torn.active if torn is not None else ():
+            if not entry.tensors:
+                state.pop(entry.param, None)
+            self._drop_undiscovered(entry, state.get(entry.param, {}))
         for batch in self.batches:
-            for entry in batch.active:
-                self._drop_undiscovered(entry, state.get(entry.param, {}))
             batch.active = [entry for entry in batch.params if entry.tensors and entry.param in state]
             self.bind_mirrors(batch, state)
             for entry in batch.active:
