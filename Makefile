@@ -59,11 +59,12 @@ test: $(READY) ## the test suite on two workers (TESTS=path ARGS=-x)
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS) $(ARGS)
 
 check: $(READY) ## lint, format, types, import floors, spelling
-	@$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/codespell
+	@failed=
+	for command in "ruff check" "ruff format --check" mypy lint-imports codespell; do
+	    echo "== $$command"
+	    $(BIN)/$$command || failed+=" [$$command]"
+	done
+	[ -z "$$failed" ] || { echo "make check failed:$$failed" >&2; exit 1; }
 
 format: $(READY) ## rewrite the sources as `make check` wants them
 	@$(BIN)/ruff check --fix .
