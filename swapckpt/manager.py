@@ -14,6 +14,7 @@ from swapckpt.config import SwapConfig
 from swapckpt.device import device_for
 from swapckpt.errors import FqnError, listing
 from swapckpt.fqn import named_parameters
+from swapckpt.layouts import Incoming, flat_layout, nested_layout
 from swapckpt.optimizer import (
     is_swapped,
     load_into,
@@ -24,7 +25,7 @@ from swapckpt.optimizer import (
     swapped_state,
 )
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
-from swapckpt.statedict import Incoming, LiveState, StateView, flat_layout, nested_layout
+from swapckpt.statedict import LiveState, StateView
 from swapckpt.trace import Timeline
 from swapckpt.update import unhooked_step
 

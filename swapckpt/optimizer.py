@@ -31,11 +31,12 @@ from swapckpt.errors import (
     listing,
 )
 from swapckpt.fence import Gate, OpenGate
+from swapckpt.layouts import Incoming
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
 from swapckpt.plan import partition
 from swapckpt.state import StateTable
-from swapckpt.statedict import Incoming, SwappedState
+from swapckpt.statedict import SwappedState
 from swapckpt.template import describe
 from swapckpt.update import BatchedUpdate, unhooked_step
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_of, wrap_local
-from swapckpt.errors import SchemaError, ShardError, UnsupportedOptimizerError, listing
+from swapckpt.errors import UnsupportedOptimizerError
 from swapckpt.plan import StateId
 from swapckpt.state import ineligibility, tensor_spec
 from swapckpt.template import describe, home_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -388,7 +388,7 @@ class SwappedState(StateView):
     def _pass_gate(self, entry: ParamState) -> None:
         batch = self._table.batches[entry.batch]
         for segment in list(batch.segments):
-            target = self._gate().beforeoverwrite(segment)
+            target = self._gate().before_overwrite(segment)
             if target is not segment:
                 for tensor in batch.tensors:
                     if tensor.segment is segment:
