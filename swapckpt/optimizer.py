@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import defaultdict
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -38,10 +39,10 @@ from swapckpt.plan import partition
 from swapckpt.state import StateTable
 from swapckpt.statedict import SwappedState
 from swapckpt.template import describe
-from swapckpt.update import BatchedUpdate, unhooked_step
+from swapckpt.update import BatchedUpdate, private_copy, unhooked_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -290,10 +291,14 @@ class SwapMixin(Optimizer):
         swap = self._swap
         swap.require_idle("copy or pickle the optimizer")
         self._swapped_state.settle_templates()
+        mirrored = {param: entry.tensors for param, entry in swap.table.entries.items()}
         state = {
             "defaults": self.defaults,
-            "state": {param: dict(values) for param, values in self.state.items()},
-            "param_groups": [dict(group) for group in self.param_groups],
+            "state": defaultdict(  # as torch makes it: steps rely on state that appears when asked for
+                dict,
+                {param: _detached(values, mirrored.get(param, {})) for param, values in self.state.items()},
+            ),
+            "param_groups": [_detached(group, {"params"}) for group in self.param_groups],
         }
         names = {param: name for param, (name, *_) in swap.names.items() if param in swap.table.entries}
         return _readopt, (swap.original_class, swap.config, names, state)
@@ -301,6 +306,11 @@ class SwapMixin(Optimizer):
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         del protocol
         return self.__reduce__()
+
+
+def _detached(values: Mapping[str, object], shared: Container[str]) -> dict[str, object]:
+    """A copy that shares only the tensors under ``shared``: adoption copies mirrors, and nothing else."""
+    return {key: value if key in shared else private_copy(value) for key, value in values.items()}
 
 
 def _readopt(

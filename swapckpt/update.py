@@ -100,7 +100,7 @@ class BatchedUpdate:
             self._note_advance(index)
 
     def _restored(self, index: int) -> dict[str, object]:
-        return {key: _private_copy(self._before[index][key][0]) for key in self._advanced[index]}
+        return {key: private_copy(self._before[index][key][0]) for key in self._advanced[index]}
 
     def _note_advance(self, index: int) -> None:
         group = self._groups[index]
@@ -118,19 +118,20 @@ class BatchedUpdate:
             )
             raise UnsupportedOptimizerError(msg)
         if changed:
-            self._advanced[index] = {key: _private_copy(value) for key, value in changed.items()}
+            self._advanced[index] = {key: private_copy(value) for key, value in changed.items()}
 
 
 def _fields(group: Group) -> dict[str, tuple[object, object, int]]:
     """Per field: a copy to restore from, the object itself, and its version if it is a tensor."""
     return {
-        key: (_private_copy(value), value, version_of(value) if isinstance(value, torch.Tensor) else 0)
+        key: (private_copy(value), value, version_of(value) if isinstance(value, torch.Tensor) else 0)
         for key, value in group.items()
         if key != "params"
     }
 
 
-def _private_copy(value: object) -> object:
+def private_copy(value: object) -> object:
+    """A tensor of the same values that nobody else holds; anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
