@@ -11,8 +11,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from swapckpt.errors import SchemaError, listing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -77,7 +75,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     def _problem(self, key: str, destination: object, metadata: Metadata) -> str | None:
         entries = metadata.state_dict_metadata
         if key not in entries:
-            return None if self.allow_partial_load else f"missing{_related(key, entries)}"
+            return None if self.allow_partial_load else "missing"
         found = entries[key]
         if isinstance(found, TensorStorageMetadata) != isinstance(destination, torch.Tensor):
             return f"expected {_kind(destination)}, found {_kind(found)}"
@@ -94,15 +92,3 @@ def _kind(value: object) -> str:
     if isinstance(value, TensorStorageMetadata):
         return f"{value.properties.dtype} {list(value.size)}"
     return "a value that is not a tensor"
-
-
-def _related(key: str, entries: Mapping[str, object]) -> str:
-    """Stock's flattening breaks a list up only where it holds tensors, so one ``lr`` can change many keys."""
-    parent = key
-    while "." in parent:
-        parent = parent.rpartition(".")[0]
-        if parent in entries:
-            return f", the checkpoint has {parent} as one value"
-    if any(other.startswith(f"{key}.") for other in entries):
-        return f", the checkpoint has it broken up into {key}.*"
-    return ""
