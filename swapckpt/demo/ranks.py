@@ -1,8 +1,8 @@
 """The rank processes of one run: started together, read as one stream of events, ended without leftovers.
 
 A rank ends with its parent in every case: leaving the ``with`` block kills and reaps all of them (also on
-Ctrl-C, which does not reach them directly since they lead their own sessions), and if the parent itself is
-killed, the closing of its pipe to their standard input tells them.
+Ctrl-C, which does not reach them directly since they lead their own sessions), and the kernel kills them if
+the parent is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from swapckpt.demo.checkpoints import data_nbytes, is_complete
 from swapckpt.demo.records import decode
-from swapckpt.demo.trainer import DIE_WITH_STDIN
+from swapckpt.demo.trainer import DIE_WITH
 from swapckpt.errors import SwapCkptError
 
 if TYPE_CHECKING:
@@ -60,7 +60,14 @@ class Ranks:
         self._folder.mkdir(parents=True, exist_ok=True)
         config_path = self._folder / "config.json"
         config_path.write_text(self._config.to_json())
-        command = [sys.executable, "-m", "swapckpt.demo.trainer", str(config_path), DIE_WITH_STDIN]
+        command = [
+            sys.executable,
+            "-m",
+            "swapckpt.demo.trainer",
+            str(config_path),
+            DIE_WITH,
+            str(os.getpid()),
+        ]
         self._cleanup.callback(self.kill)
         try:
             port = _free_port()
@@ -79,7 +86,7 @@ class Ranks:
         process = subprocess.Popen(
             command,
             env={**os.environ, **_rank_environment(rank=rank, world=self._world, port=port)},
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if rank == 0 else log,
             stderr=log,
             start_new_session=True,
@@ -141,9 +148,8 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            if process.stdout is not None:
+                process.stdout.close()
 
     def _await_exit(self) -> None:
         """Give ranks time to leave after rank 0 closed its pipe; what stays is killed on leaving."""

@@ -10,10 +10,11 @@ Rank 0 reports one JSON record per line on standard output (see :mod:`swapckpt.d
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import os
+import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
     from swapckpt.demo.records import Event
 
-DIE_WITH_STDIN = "--die-with-stdin"
+DIE_WITH = "--die-with"
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
@@ -138,15 +140,17 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
-def _exit_with_parent() -> None:
-    """End this process when standard input closes: the parent holds its other end and may be killed."""
+def _die_with_parent(parent_pid: int) -> None:
+    """Let the kernel SIGKILL this process when its parent ends, whatever either of them is doing then.
 
-    def wait() -> None:
-        while os.read(sys.stdin.fileno(), 1024):  # not sys.stdin: its lock would abort the interpreter exit
-            pass
+    A pipe to the parent would do the same for a process that runs, but the demo stops its ranks for a moment
+    before it kills them: a stopped process notices nothing.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the call
         os._exit(1)
-
-    threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
 
 
 def _init_process_group(device: torch.device) -> None:
@@ -161,10 +165,12 @@ def main() -> None:
     """Run one rank as the command line and the launcher's environment say."""
     parser = argparse.ArgumentParser(description="One rank of the swapckpt demo.")
     parser.add_argument("config", type=Path, help="TrainConfig as JSON")
-    parser.add_argument(DIE_WITH_STDIN, action="store_true", help="exit when standard input closes")
+    parser.add_argument(
+        DIE_WITH, type=int, metavar="PID", help="parent process that this rank must not outlive"
+    )
     arguments = parser.parse_args()
-    if arguments.die_with_stdin:
-        _exit_with_parent()
+    if arguments.die_with is not None:
+        _die_with_parent(arguments.die_with)
     config = TrainConfig.from_json(arguments.config.read_text())
     # Whatever a library prints must not end up between the records.
     records = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)

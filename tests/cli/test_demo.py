@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("multirank")
 def test_quick_demo_is_equal_to_the_last_bit_and_writes_its_files(cli_process: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"

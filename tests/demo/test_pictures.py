@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 def curves(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
+    """Label to x and y of every line."""
     return {
         str(line.get_label()): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
         for line in axes.lines

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEADLINE_SECS = 60.0
 
+pytestmark = pytest.mark.xdist_group("multirank")  # not beside other tests that start ranks
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> DemoConfig:
@@ -76,7 +78,7 @@ def test_leaving_ends_ranks_that_still_run(config: DemoConfig, tmp_path: Path) -
     assert not process.is_running()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_demo(how: signal.Signals, tmp_path: Path) -> None:
     options = ["--quick", "--steps", "100000", "--device", "cpu", "--out", str(tmp_path / "out")]
     demo = subprocess.Popen(
@@ -92,17 +94,49 @@ def test_ranks_end_with_the_demo(how: signal.Signals, tmp_path: Path) -> None:
                 break
         ranks = psutil.Process(demo.pid).children(recursive=True)
         assert len(ranks) == 2
-        try:
-            demo.send_signal(how)
-            assert demo.wait(DEADLINE_SECS) != 0
-            deadline = time.monotonic() + DEADLINE_SECS
-            while any(map(alive, ranks)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert not [rank for rank in ranks if alive(rank)]
-        finally:
-            demo.kill()
-            for rank in filter(alive, ranks):
-                rank.kill()
+        demo.send_signal(how)
+        assert demo.wait(DEADLINE_SECS) != 0
+        assert_all_end(ranks)
+
+
+STOP_RANKS_AND_WAIT = """
+import os, signal, sys, time
+from pathlib import Path
+import psutil
+from swapckpt.demo.config import DemoConfig
+from swapckpt.demo.ranks import Ranks
+
+config = DemoConfig(params="500K", ranks=2, batch=2, time=8)
+with Ranks(config.reference_run(), world=2, folder=Path(sys.argv[1])) as ranks:
+    next(ranks.events())
+    for rank in psutil.Process().children():
+        rank.suspend()
+        print(rank.pid)
+    print("stopped", flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_stopped_ranks_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """The demo may be killed in the moment between stopping and killing its ranks."""
+    command = [sys.executable, "-c", STOP_RANKS_AND_WAIT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = list(iter(parent.stdout.readline, "stopped\n"))
+        ranks = [psutil.Process(int(pid)) for pid in pids]
+        assert len(ranks) == 2
+        parent.kill()
+        assert_all_end(ranks)
+
+
+def assert_all_end(ranks: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECS
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = list(filter(alive, ranks))
+    for rank in left:
+        rank.kill()
+    assert not left
 
 
 def alive(process: psutil.Process) -> bool:
