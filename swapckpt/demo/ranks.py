@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from swapckpt.demo.checkpoints import data_nbytes, is_complete
-from swapckpt.demo.records import decode
-from swapckpt.demo.trainer import DIE_WITH
+from swapckpt.demo.records import DIE_WITH, decode
 from swapckpt.errors import SwapCkptError
 
 if TYPE_CHECKING:
@@ -60,14 +59,8 @@ class Ranks:
         self._folder.mkdir(parents=True, exist_ok=True)
         config_path = self._folder / "config.json"
         config_path.write_text(self._config.to_json())
-        command = [
-            sys.executable,
-            "-m",
-            "swapckpt.demo.trainer",
-            str(config_path),
-            DIE_WITH,
-            str(os.getpid()),
-        ]
+        parent = [DIE_WITH, str(os.getpid())]
+        command = [sys.executable, "-m", "swapckpt.demo.trainer", str(config_path), *parent]
         self._cleanup.callback(self.kill)
         try:
             port = _free_port()

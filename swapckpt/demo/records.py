@@ -8,6 +8,9 @@ from pathlib import Path
 
 from swapckpt.demo.model import LlamaShape
 
+DIE_WITH = "--die-with"
+"""Option of the trainer: PID of the process that it must not outlive."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ import swapckpt
 from swapckpt.demo.checkpoints import complete_steps, step_folder
 from swapckpt.demo.corpus import load_corpus
 from swapckpt.demo.model import Llama
-from swapckpt.demo.records import Finished, Saved, Saving, Started, Stepped, TrainConfig, encode
+from swapckpt.demo.records import DIE_WITH, Finished, Saved, Saving, Started, Stepped, TrainConfig, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from swapckpt.demo.records import Event
 
-DIE_WITH = "--die-with"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -60,7 +60,7 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
     start, job = 0, {"model": model, "optimizer": manager}
     if config.checkpoints is not None and (complete := complete_steps(config.checkpoints)):
         start = complete[-1]
-        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start))  # type: ignore[attr-defined]
+        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start))
     report(Started(start=start, device=config.device))
 
     for step in range(start + 1, config.steps + 1):
@@ -69,12 +69,7 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
         inputs, targets = (tokens.chunk(world)[rank].to(config.device) for tokens in batch)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        if manager is not None and config.timeline is not None and step == config.steps:
-            with manager.record_timeline() as timeline:
-                optimizer.step()
-            if rank == 0:
-                timeline.write_chrome_trace(config.timeline)
-        else:
+        with _recorded(manager, config.timeline if step == config.steps else None):
             optimizer.step()
         optimizer.zero_grad()
         mean_loss = _mean(loss.detach())
@@ -84,7 +79,7 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
         if config.checkpoints is not None and step % config.save_every == 0:
             report(Saving(step))
             begin = time.perf_counter()
-            dcp.save(job, checkpoint_id=step_folder(config.checkpoints, step))  # type: ignore[attr-defined]
+            dcp.save(job, checkpoint_id=step_folder(config.checkpoints, step))
             report(Saved(step, time.perf_counter() - begin))
 
     report(Finished(_digest(model.parameters()), _digest(_state_tensors(optimizer))))
@@ -98,6 +93,18 @@ def _sharded_model(config: TrainConfig) -> Llama:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+@contextmanager
+def _recorded(manager: swapckpt.StateManager | None, path: Path | None) -> Iterator[None]:
+    """Write what the streams of rank 0 do inside as a Chrome trace; without a path just go on."""
+    if manager is None or path is None:
+        yield
+        return
+    with manager.record_timeline() as timeline:
+        yield
+    if dist.get_rank() == 0:
+        timeline.write_chrome_trace(path)
 
 
 def _mean(value: Tensor) -> float:
