@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -14,16 +13,19 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import swapckpt
 from tests import simaccel as sim
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch.distributed.tensor import DTensor
+
     from tests.multirank import RankRunner
 
 
 def use_device(scratch: Path, backend: str = "cpu:gloo,sim:gloo") -> None:
-    """Gives this rank a device and the default group a backend for it. It has started with gloo for the CPU."""
+    """Gives this rank a device, and the default group, which has started on the CPU, a backend for it."""
     sim.load()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.accelerator.set_device_index(rank)
@@ -78,13 +80,17 @@ def test_collectives_take_device_tensors(run_ranks: RankRunner, tmp_path: Path, 
 class Training:
     """A sharded model, trained for three steps. Every rank has its own data."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, swapped: bool = False) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+        self.input, self.output = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.model = nn.Sequential(self.input, nn.ReLU(), self.output).to(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        for layer in (self.model[0], self.model[2], self.model):
+        for layer in (self.input, self.output, self.model):
             fully_shard(layer, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        if swapped:
+            config = swapckpt.SwapConfig(swap_times=3, min_numel=0)
+            swapckpt.swap_optimizer(self.optimizer, config)
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(3):
             inputs = torch.randn(8, 16, generator=generator).to(device)
@@ -94,8 +100,11 @@ class Training:
             self.optimizer.zero_grad()
 
     def values(self) -> list[torch.Tensor]:
-        state = [self.optimizer.state[param]["exp_avg"] for param in self.model.parameters()]
-        return [value.full_tensor().detach().cpu() for value in (*self.model.parameters(), *state)]
+        """Whole parameters, and this rank's part of the state."""
+        params = list(self.model.parameters())
+        whole = [cast("DTensor", param).full_tensor() for param in params]
+        shards = [self.optimizer.state[param]["exp_avg"].to_local() for param in params]
+        return [value.detach().cpu().clone() for value in (*whole, *shards)]
 
 
 def train_on_cpu() -> list[torch.Tensor]:
@@ -103,35 +112,48 @@ def train_on_cpu() -> list[torch.Tensor]:
 
 
 def train_on_device(scratch: Path) -> dict[str, list[torch.Tensor]]:
-    """One training per schedule, and a checkpoint of the last that is loaded over spoiled values."""
+    """One training per schedule, plain and swapped."""
     use_device(scratch)
     results = {}
     for schedule in sim.each([sim.EAGER, sim.LAZY, *sim.seeds(2)]):
-        training = Training("sim")
-        results[str(schedule)] = training.values()
-    with torch.no_grad():
-        model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=scratch / "step")
-        for value in training.optimizer.state[training.model[0].weight].values():
-            value.zero_()
-        training.model[0].weight.zero_()
-        model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=scratch / "step")
-        set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=model_state,
-            optim_state_dict=optimizer_state,
-        )
-    results["loaded"] = training.values()
+        results[f"plain {schedule}"] = Training("sim").values()
+        results[f"swapped {schedule}"] = Training("sim", swapped=True).values()
     return results
 
 
-def test_fsdp2_equals_the_cpu_bitwise_in_every_schedule_and_after_loading(
+def test_fsdp2_equals_the_cpu_bitwise_in_every_schedule_also_swapped(
     run_ranks: RankRunner, tmp_path: Path
 ) -> None:
-    expected = run_ranks(2, train_on_cpu)[0]
-    for results in run_ranks(2, train_on_device, tmp_path):
+    by_rank = zip(run_ranks(2, train_on_device, tmp_path), run_ranks(2, train_on_cpu), strict=True)
+    for results, expected in by_rank:
         for name, values in results.items():
             assert all(map(torch.equal, values, expected)), name
-    assert os.listdir(tmp_path / "step")
+
+
+def load_over_spoiled_values(scratch: Path) -> list[list[torch.Tensor]]:
+    use_device(scratch)
+    sim.use(sim.LAZY)
+    training = Training("sim")
+    trained = training.values()
+    model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=scratch / "step")
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.zero_()
+            training.optimizer.state[param]["exp_avg"].zero_()
+    spoiled = training.values()
+    model_state, optimizer_state = get_state_dict(training.model, training.optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=scratch / "step")
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+    )
+    return [trained, spoiled, training.values()]
+
+
+def test_a_stock_checkpoint_of_shards_restores_them(run_ranks: RankRunner, tmp_path: Path) -> None:
+    for trained, spoiled, loaded in run_ranks(2, load_over_spoiled_values, tmp_path):
+        assert not any(map(torch.equal, spoiled, trained))
+        assert all(map(torch.equal, loaded, trained))

@@ -45,23 +45,23 @@ def swapped_sgd(bug: Bug | None, schedule: sim.Schedule) -> list[torch.Tensor]:
             load.wait_stream(compute)
         offloaded: list[torch.Event] = []
         for batch in range(NUM_BATCHES):
-            momentum = buffers[batch % 2]
+            buffer = batch % 2
             if batch >= 2 and bug is not Bug.LOAD_INTO_USED_BUFFER:
                 load.wait_event(offloaded[batch - 2])
             with module.stream(load):
-                momentum.copy_(mirrors[batch], non_blocking=True)
+                buffers[buffer].copy_(mirrors[batch], non_blocking=True)
             if bug is not Bug.UPDATE_BEFORE_LOAD:
                 compute.wait_event(load.record_event())
-            momentum.mul_(MOMENTUM).add_(grads[step, batch])
-            params[batch].sub_(momentum, alpha=LR)
+            buffers[buffer].mul_(MOMENTUM).add_(grads[step, batch])
+            params[batch].sub_(buffers[buffer], alpha=LR)
             if bug is not Bug.OFFLOAD_BEFORE_UPDATE:
                 offload.wait_stream(compute)
             with module.stream(offload):
-                mirrors[batch].copy_(momentum, non_blocking=True)
+                mirrors[batch].copy_(buffers[buffer], non_blocking=True)
             offloaded.append(offload.record_event())
         if bug is not Bug.FREE_BEFORE_OFFLOAD:
             compute.wait_event(offloaded[-1])
-        del buffers, momentum
+        del buffers
         if bug is not Bug.READ_BEFORE_OFFLOAD:
             offloaded[-1].synchronize()
         read.append(mirrors.clone())

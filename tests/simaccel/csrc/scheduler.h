@@ -135,14 +135,11 @@ class Scheduler {
 
   // A loop that polls must end, also when nothing else would make the work run.
   bool poll(Event& event) {
-    check_fault();
     progress();
-    if (!reached(event.at) && ++event.fruitless_polls % kPollsBeforeProgress == 0) {
-      run_until(event.at);
-      check_fault();
-      return false;
-    }
-    return reached(event.at);
+    const bool done = reached(event.at);
+    if (!done && ++event.fruitless_polls % kPollsBeforeProgress == 0) run_until(event.at);
+    check_fault();  // last: the event of work that failed a moment ago is not complete
+    return done;
   }
 
   void synchronize(const Event& event) {
