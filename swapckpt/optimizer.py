@@ -181,6 +181,7 @@ class Swap:
             with torch.enable_grad():
                 loss = closure()
         view.settle_templates()
+        view.follow()
         self.sync_params(optimizer)
         self._activate_gradients()
         self._run(optimizer)
@@ -489,6 +490,7 @@ def release(optimizer: Optimizer) -> Optimizer:
     swap = swap_of(optimizer)
     swap.require_idle("release the optimizer")
     swapped_state(optimizer).settle_templates()
+    swapped_state(optimizer).follow()
     scheduled = "step" in optimizer.__dict__
     for entry in swap.table.entries.values():
         values = optimizer.state.get(entry.param, {})

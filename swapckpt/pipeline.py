@@ -139,14 +139,14 @@ class Pipeline:
         slot, stream = self._ring.slot(slot_index), self._streams[OpKind.OFFLOAD]
         for segment in list(batch.segments):
             if any(tensor.segment is segment for tensor in batch.moving):
-                self._pass_gate(batch, segment)
+                self._pass_gate(batch, segment, state=state)
         pairs = self._table.start_offload(batch, slot.buffer) + slot.shadowed
         if pairs:
             with stream.span("offload", batch=batch.index, nbytes=_nbytes(pairs)):
                 stream.copy(pairs)
         self._table.bind_mirrors(batch, state)
 
-    def _pass_gate(self, batch: Batch, segment: HostSegment) -> None:
+    def _pass_gate(self, batch: Batch, segment: HostSegment, *, state: OptimizerState) -> None:
         target = self.gate.before_overwrite(segment)
         if target is segment:
             return
@@ -154,7 +154,7 @@ class Pipeline:
         for tensor in staying:
             if tensor not in batch.moving:  # not offloaded in this step: its bytes have to come along
                 target.bytes(tensor.region).copy_(segment.bytes(tensor.region))
-        self._table.redirect(batch, segment, target)
+        self._table.redirect(batch, segment, target, state=state)
 
     def _drain(self) -> None:
         """Host-wait for every offload, then publish: only now is a mirror known to be written."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
@@ -49,6 +49,7 @@ class StateTensor:
     """One swapped state tensor of one parameter."""
 
     id: StateId
+    param: Tensor
     spec: TensorSpec
     placement: DTensorSpec | None
     segment: HostSegment
@@ -65,6 +66,12 @@ class StateTensor:
     def host(self) -> Tensor:
         """The mirror's local shard: exact-size host memory."""
         return local_of(self.mirror)
+
+    def fits(self, value: object) -> TypeGuard[Tensor]:
+        """True when a value that somebody put in place of ours fits the same region."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        return spec_of(value) == self.placement and tensor_spec(local_of(value)) == self.spec
 
 
 @dataclass(slots=True, eq=False)
@@ -147,11 +154,6 @@ def _is_dense(tensor: Tensor) -> bool:
 def tensor_spec(local: Tensor) -> TensorSpec:
     """Geometry of a local tensor."""
     return TensorSpec(tuple(local.shape), tuple(local.stride()), local.dtype)
-
-
-def _fits(known: StateTensor, value: Tensor) -> bool:
-    """True when a tensor that the optimizer put in place of ours fits the same region."""
-    return spec_of(value) == known.placement and tensor_spec(local_of(value)) == known.spec
 
 
 def byte_view(local: Tensor) -> Tensor:
@@ -294,16 +296,20 @@ class StateTable:
         replaced: list[StateTensor] = []
         for entry in batch.active:
             values = state.get(entry.param, {})
-            for key, value in values.items():
-                known = entry.tensors.get(key)
-                if not isinstance(value, torch.Tensor) or (known is not None and value is known.bound):
+            for key, known in list(entry.tensors.items()):
+                value = values.get(key)
+                if value is known.bound:
                     continue
-                if known is not None and _fits(known, value):
+                if known.fits(value):
                     known.source = local_of(value)
                     replaced.append(known)
-                elif ineligibility(value, key=key, config=self._config, device=self._device) is None:
+                else:
+                    self.set_aside(entry, key)
+            for key, value in values.items():
+                if key in entry.tensors or not isinstance(value, torch.Tensor):
+                    continue
+                if ineligibility(value, key=key, config=self._config, device=self._device) is None:
                     fresh.append((entry, key, value))
-            self._forget_missing(entry, values)
         created = self._reserve_for(batch, fresh)
         batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
         return replaced + created
@@ -368,9 +374,14 @@ class StateTable:
         reserved = []
         for (entry, key, spec, placement), region in zip(wanted, layout.regions, strict=True):
             mirror = wrap_local(segment.mirror(region, spec), placement)
-            reserved.append(StateTensor(StateId(entry.name, key), spec, placement, segment, region, mirror))
+            name = StateId(entry.name, key)
+            reserved.append(StateTensor(name, entry.param, spec, placement, segment, region, mirror))
         batch.tensors += reserved
         return reserved
+
+    def set_aside(self, entry: ParamState, key: str) -> None:
+        """State that is absent now; its mirror is kept for when it is created again."""
+        entry.pending[key] = entry.tensors.pop(key)
 
     def forget(self, entry: ParamState, key: str) -> None:
         """Drop one state tensor; its region stays reserved, so that the layout does not move."""
@@ -382,41 +393,43 @@ class StateTable:
         if all(other.segment is not tensor.segment for other in batch.tensors):
             batch.segments.remove(tensor.segment)
 
-    def redirect(self, batch: Batch, old: HostSegment, new: HostSegment) -> None:
-        """Let ``new`` take the place of ``old``: its regions become the mirrors. Tensors handed out stay
-        valid with the old content."""
+    def redirect(
+        self, batch: Batch, old: HostSegment, new: HostSegment, *, state: OptimizerState
+    ) -> None:
+        """Let ``new`` take the place of ``old``: its regions become the mirrors, in ``state`` too.
+
+        Tensors handed out stay valid with the old content until the readers of ``old`` are done.
+        """
         batch.segments[batch.segments.index(old)] = new
         for tensor in batch.tensors:
             if tensor.segment is old:
-                tensor.segment = new
+                before, tensor.segment = tensor.mirror, new
                 tensor.mirror = wrap_local(new.mirror(tensor.region, tensor.spec), tensor.placement)
+                values = state.get(tensor.param, {})
+                if values.get(tensor.id.key) is before:
+                    values[tensor.id.key] = tensor.mirror
 
     def _reserve_for(
         self, batch: Batch, fresh: Sequence[tuple[ParamState, str, Tensor]]
     ) -> list[StateTensor]:
-        created = []
-        wanted = []
+        created: list[StateTensor] = []
+        wanted, sources = [], []
         for entry, key, value in fresh:
-            if key in entry.tensors:
-                self.forget(entry, key)
-            spec, placement = tensor_spec(local_of(value)), spec_of(value)
             pending = entry.pending.pop(key, None)
-            if pending is not None and pending.spec == spec:
+            if pending is not None and pending.fits(value):
                 pending.source = local_of(value)
                 entry.tensors[key] = pending
                 created.append(pending)
-            else:
-                wanted.append((entry, key, spec, placement))
-        sources = {(entry.name, key): local_of(value) for entry, key, value in fresh}
-        for (entry, key, _, _), tensor in zip(wanted, self.reserve(batch, wanted), strict=True):
-            tensor.source = sources[entry.name, key]
+                continue
+            if pending is not None:
+                self._drop(batch, pending)
+            wanted.append((entry, key, tensor_spec(local_of(value)), spec_of(value)))
+            sources.append(local_of(value))
+        reserved = self.reserve(batch, wanted)
+        for (entry, key, _, _), tensor, source in zip(wanted, reserved, sources, strict=True):
+            tensor.source = source
             entry.tensors[key] = tensor
-            created.append(tensor)
-        return created
-
-    def _forget_missing(self, entry: ParamState, values: dict[str, object]) -> None:
-        for key in [key for key in entry.tensors if key not in values]:
-            self.forget(entry, key)
+        return created + reserved
 
     def _runs(self, batch: Batch, buffer: Tensor, *, reverse: bool = False) -> list[CopyPair]:
         """Copies between segments and their places in the staging buffer, for what lies in staging."""

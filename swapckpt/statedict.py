@@ -117,11 +117,15 @@ class StateView(ABC):
             return live or {}
         if param not in self._templates:
             self._prepare_templates()
-        values = self._templates[param]
+        values = self._template(param)
         for value in values.values():
             if isinstance(value, torch.Tensor):
                 mark_not_created(local_of(value))
         return values
+
+    def _template(self, param: Tensor) -> Values:
+        """The values that stand for state of ``param`` that was not created yet."""
+        return self._templates[param]
 
     def _prepare_templates(self, frozen: Collection[Tensor] = ()) -> None:
         """Reserve memory for every parameter without state, so that each batch gets one packed segment.
@@ -316,6 +320,13 @@ class SwappedState(StateView):
                 reserved[entry.param, key] = tensor.mirror
         return [reserved[param, key] for param, key, _, _ in wanted]
 
+    def _template(self, param: Tensor) -> Values:
+        values = self._templates[param]
+        for key, tensor in self._table.entries[param].pending.items():
+            if key in values:  # a redirect may have moved the mirror since, and its old place is used again
+                values[key] = tensor.mirror
+        return values
+
     def _is_swapped(self, key: str, spec: TensorSpec) -> bool:
         standin = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         reason = ineligibility(standin, key=key, config=self._config, device=standin.device)
@@ -352,7 +363,9 @@ class SwappedState(StateView):
 
     def values(self, param: Tensor) -> Values:
         """As the base class; small state that lives on the device is shown by its host shadow."""
-        values, entry = super().values(param), self._table.entries[param]
+        entry = self._table.entries[param]
+        self._follow(entry)
+        values = super().values(param)
         if self._table.is_host:
             return values
         shadow, shown = self._table.batches[entry.batch].shadow, dict(values)
@@ -393,13 +406,35 @@ class SwappedState(StateView):
                 for tensor in batch.tensors:
                     if tensor.segment is segment:
                         target.bytes(tensor.region).copy_(segment.bytes(tensor.region))
-                self._table.redirect(batch, segment, target)
+                self._table.redirect(batch, segment, target, state=self.optimizer.state)
 
     def _unbind(self, param: Tensor) -> None:
         entry = self._table.entries[param]
         entry.pending.update(entry.tensors)
         entry.tensors.clear()
         self.optimizer.state.pop(param, None)
+
+    # ------------------------------------------------------------------ changes from outside
+
+    def follow(self) -> None:
+        """Take over what others put into ``optimizer.state`` in place of mirrors since the last step."""
+        for entry in self._table.entries.values():
+            self._follow(entry)
+
+    def _follow(self, entry: ParamState) -> None:
+        values: Values = self.optimizer.state.get(entry.param, {})
+        for key, tensor in list(entry.tensors.items()):
+            value = values.get(key)
+            if value is tensor.mirror:
+                continue
+            if not tensor.fits(value):
+                self._table.set_aside(entry, key)
+                continue
+            source = local_of(value)
+            if source.data_ptr() != tensor.host.data_ptr():
+                self._pass_gate(entry)
+                tensor.host.copy_(source)
+            values[key] = tensor.mirror
 
     # ------------------------------------------------------------------ templates as live state
 
