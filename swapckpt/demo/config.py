@@ -64,6 +64,9 @@ class DemoConfig:
                 f"steps must be at least 2 x save_every = {2 * self.save_every}, got {self.steps}."
             )
             raise ConfigError(msg)
+        if self.device not in ("cpu", default_device()):
+            msg = f"device must be 'cpu' or what torch finds here, {default_device()!r}, got {self.device!r}."
+            raise ConfigError(msg)
         if self.device != "cpu" and self.ranks > torch.accelerator.device_count():
             count = torch.accelerator.device_count()
             msg = f"ranks must be at most the number of {self.device} devices, {count}, got {self.ranks}."

@@ -26,6 +26,7 @@ from swapckpt.errors import ConfigError
         ("seed", -1, "seed must be"),
         ("swap_times", 0, "swap_times must be"),
         ("params", "many", "model size"),
+        ("device", "abacus", "device must be 'cpu' or what torch finds here"),
     ],
 )
 def test_setting_outside_its_range_is_refused(field: str, value: Any, says: str) -> None:
