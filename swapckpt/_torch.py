@@ -6,6 +6,7 @@
 | ``DTensor(local, spec, requires_grad=)`` | wrap a host shard (``from_local`` moves it to the mesh) |
 | ``DTensorSpec``, ``TensorMeta`` | a state's own spec: its dtype may not be its parameter's |
 | ``Tensor._version`` | whether an optimizer advanced a tensor-valued group field in place |
+| ``_optimizer_step_pre_hooks``, ``_optimizer_step_post_hooks`` | step hooks, set aside inside a step |
 | ``_wrapped_by_lr_sched``, ``_opt_called`` | the marks of a scheduler's wrapper of ``step`` |
 | ``filesystem._StorageInfo`` | where an item lies, as DCP's ``.metadata`` has it | 2.11 - 2.14 |
 | ``metadata._MEM_FORMAT_ENCODING`` | how DCP's ``.metadata`` writes a memory format | 2.11 - 2.14 |
@@ -19,6 +20,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -28,6 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -44,6 +49,7 @@ __all__ = [
     "spec_of",
     "track_step_calls",
     "version_of",
+    "without_step_hooks",
     "wrap_local",
 ]
 
@@ -116,6 +122,23 @@ def track_step_calls(optimizer: Optimizer) -> StepFunction:
 
     cast("_StepWrapper", step)._wrapped_by_lr_sched = True  # noqa: SLF001
     return step
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Set the step hooks of ``optimizer`` aside: they have fired, or will, around the whole step.
+
+    A subclass's ``step`` may call its base's, which torch has wrapped as well: without this the hooks would
+    fire again for every batch. (Hooks for all optimizers of the process still do.)
+    """
+    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    optimizer._optimizer_step_pre_hooks = OrderedDict()  # noqa: SLF001
+    optimizer._optimizer_step_post_hooks = OrderedDict()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks = pre  # noqa: SLF001
+        optimizer._optimizer_step_post_hooks = post  # noqa: SLF001
 
 
 def called_by_fake_step(max_depth: int = 12) -> bool:

@@ -18,6 +18,7 @@ from swapckpt._torch import (
     local_of,
     spec_of,
     track_step_calls,
+    without_step_hooks,
     wrap_local,
 )
 from swapckpt.config import SwapConfig
@@ -220,7 +221,7 @@ class Swap:
     def _run(self, optimizer: Optimizer) -> None:
         self.phase = Phase.STEPPING
         try:
-            with BatchedUpdate(optimizer, self.original_step) as update:
+            with without_step_hooks(optimizer), BatchedUpdate(optimizer, self.original_step) as update:
 
                 def step_batch(batch: Batch) -> None:
                     update.run(self._subsets[batch.index])

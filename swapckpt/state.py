@@ -393,9 +393,7 @@ class StateTable:
         if all(other.segment is not tensor.segment for other in batch.tensors):
             batch.segments.remove(tensor.segment)
 
-    def redirect(
-        self, batch: Batch, old: HostSegment, new: HostSegment, *, state: OptimizerState
-    ) -> None:
+    def redirect(self, batch: Batch, old: HostSegment, new: HostSegment, *, state: OptimizerState) -> None:
         """Let ``new`` take the place of ``old``: its regions become the mirrors, in ``state`` too.
 
         Tensors handed out stay valid with the old content until the readers of ``old`` are done.
