@@ -10,10 +10,12 @@ from swapckpt.manager import MemoryStats, StateManager
 from swapckpt.optimizer import is_swapped, recovery, release, swap_optimizer
 from swapckpt.planner import StrictLoadPlanner
 from swapckpt.report import SwapReport
+from swapckpt.snapshot import Snapshot
 from swapckpt.trace import Span, Timeline
 
 __all__ = [
     "MemoryStats",
+    "Snapshot",
     "Span",
     "StateManager",
     "StrictLoadPlanner",

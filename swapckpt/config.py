@@ -45,6 +45,8 @@ class SwapConfig:
             ``staging_buffers`` x the largest batch of state during a step.
         release_staging: Give the staging buffers back between steps, so that an idle optimizer holds no
             device memory. False keeps them allocated: a little faster, ``staging_buffers`` batches held.
+        spare_nbytes: Host memory that offloads may be redirected into while a snapshot reads the mirrors
+            (>= 0 bytes; None: twice the largest batch). 0 makes every such offload wait for the reader.
         timeout_secs: Bound of every wait for a copy (> 0). A copy that takes longer raises
             :class:`~swapckpt.errors.TransferTimeoutError`.
 
@@ -58,12 +60,15 @@ class SwapConfig:
     packed: bool = True
     staging_buffers: int = 3
     release_staging: bool = True
+    spare_nbytes: int | None = None
     timeout_secs: float = 600.0
 
     def __post_init__(self) -> None:
         require_int("swap_times", self.swap_times, minimum=1)
         require_int("min_numel", self.min_numel, minimum=0)
         require_int("staging_buffers", self.staging_buffers, minimum=2)
+        if self.spare_nbytes is not None:
+            require_int("spare_nbytes", self.spare_nbytes, minimum=0)
         require_bool("packed", self.packed)
         require_bool("release_staging", self.release_staging)
         require_positive("timeout_secs", self.timeout_secs)

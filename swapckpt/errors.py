@@ -75,6 +75,11 @@ class TransferTimeoutError(TransferError, TimeoutError):
     """A copy did not complete within the bound. The device may have dropped it: nothing was published."""
 
 
+class LeaseTimeoutError(SwapCkptError, TimeoutError):
+    """A snapshot kept a segment leased for longer than the bound while a step wanted to overwrite it.
+    Nothing was overwritten; release the snapshot, or allow more spare memory."""
+
+
 class HostMemoryError(SwapCkptError, MemoryError):
     """Host memory for mirrors could not be allocated. Nothing was adopted."""
 

@@ -25,6 +25,7 @@ from swapckpt.optimizer import (
     swapped_state,
 )
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
+from swapckpt.snapshot import Snapshot
 from swapckpt.statedict import LiveState, StateView
 from swapckpt.trace import Timeline
 from swapckpt.update import unhooked_step
@@ -195,6 +196,16 @@ class StateManager:
             incoming = Incoming.from_layout(state_dict, self._views)
             incoming.check(allow_missing=allow_missing)
             load_into(self._swaps(), incoming.restore)
+
+    def snapshot(self) -> Snapshot:
+        """The state of this moment, leased rather than copied: it stays as it is while training goes on.
+
+        Use it as a context manager and read ``snapshot.state_dict`` from any thread.
+
+        Raises:
+            PhaseError: A step is running, or an earlier one failed.
+        """
+        return Snapshot(self.state_dict(), self._swaps())
 
     @contextmanager
     def recovery(self) -> Iterator[None]:

@@ -86,28 +86,33 @@ class HostArena:
         self._used_nbytes = 0
         self._reserved_nbytes = 0
 
-    def allocate(self, layout: SegmentLayout) -> HostSegment:
+    def allocate(self, layout: SegmentLayout, *, own_slab: bool = False) -> HostSegment:
         """A segment for ``layout``. Its content is undefined.
+
+        ``own_slab`` gives it memory of exactly its size (in pages), with nothing reserved ahead.
 
         Raises:
             HostMemoryError: The operating system or the pinned allocator has no room.
         """
+        if own_slab:
+            return HostSegment(self._new_slab(layout.nbytes), 0, layout)
         if self._slab is None or self._used_nbytes + layout.nbytes > self._slab.nbytes:
-            self._slab = self._new_slab(layout.nbytes)
+            ahead_nbytes = min(max(self._reserved_nbytes, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
+            self._slab = self._new_slab(max(layout.nbytes, ahead_nbytes))
             self._used_nbytes = 0
         segment = HostSegment(self._slab, self._used_nbytes, layout)
         self._used_nbytes = align_up(self._used_nbytes + layout.nbytes)
         return segment
 
     def _new_slab(self, nbytes: int) -> HostSlab:
-        ahead = min(max(self._reserved_nbytes, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
+        nbytes = align_up(max(nbytes, 1), mmap.PAGESIZE)
         try:
-            slab = _shared_slab(self._device, align_up(max(nbytes, ahead), mmap.PAGESIZE))
+            slab = _shared_slab(self._device, nbytes)
             if slab is None:
-                slab = _pinned_slab(self._device, max(nbytes, ahead))
+                slab = _pinned_slab(self._device, nbytes)
         except (OSError, MemoryError, RuntimeError) as error:
             msg = (
-                f"Could not allocate {max(nbytes, ahead):,} bytes of host memory for mirrors "
+                f"Could not allocate {nbytes:,} bytes of host memory for mirrors "
                 f"({self._reserved_nbytes:,} bytes are held already): {error}. Free host memory, or swap "
                 "fewer keys with SwapConfig.state_keys."
             )

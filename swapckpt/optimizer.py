@@ -7,6 +7,7 @@ import operator
 from collections import defaultdict
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ from swapckpt.errors import (
     StepError,
     listing,
 )
-from swapckpt.fence import Gate, OpenGate
+from swapckpt.fence import LeasingGate
 from swapckpt.layouts import Incoming
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
@@ -76,7 +77,12 @@ class Swap:
         self.names: dict[Tensor, tuple[str, ...]] = {param: (name,) for param, name in names.items()}
         self.arena = HostArena(device)
         self.table = StateTable(config, self.arena, device.device)
-        self.pipeline = Pipeline(self.table, device, config=config, gate=OpenGate())
+        self.gate = LeasingGate(
+            partial(self.arena.allocate, own_slab=True),
+            spare_nbytes=partial(_spare_budget_nbytes, config, self.table),
+            timeout_secs=config.timeout_secs,
+        )
+        self.pipeline = Pipeline(self.table, device, config=config, gate=self.gate)
         self.incoming: Incoming | None = None
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._subsets: list[list[tuple[int, list[Tensor]]]] = []
@@ -247,10 +253,6 @@ class Swap:
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
 
-    def set_gate(self, gate: Gate) -> None:
-        """Install the gate that guards mirrors against being overwritten."""
-        self.pipeline.gate = gate
-
 
 def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:
     """True when both hold the same parameters in the same places. Runs in every step: identity, no
@@ -258,6 +260,10 @@ def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:
     return [len(params) for params in groups] == [len(params) for params in known] and all(
         all(map(operator.is_, params, others)) for params, others in zip(groups, known, strict=True)
     )
+
+
+def _spare_budget_nbytes(config: SwapConfig, table: StateTable) -> int:
+    return config.spare_nbytes if config.spare_nbytes is not None else 2 * table.largest_batch_nbytes
 
 
 def _no_update(batch: Batch) -> None:
@@ -410,7 +416,7 @@ def swap_optimizer(
         names=swap.names,
         table=swap.table,
         config=config,
-        gate=lambda: swap.pipeline.gate,
+        gate=swap.gate,
     )
     if scheduled:
         optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from swapckpt.state import ineligibility, tensor_spec
 from swapckpt.template import describe, home_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -289,7 +289,7 @@ class SwappedState(StateView):
         names: dict[Tensor, tuple[str, ...]],
         table: StateTable,
         config: SwapConfig,
-        gate: Callable[[], Gate],
+        gate: Gate,
     ) -> None:
         super().__init__(optimizer, step, names)
         self._table, self._config, self._gate = table, config, gate
@@ -401,7 +401,7 @@ class SwappedState(StateView):
     def _pass_gate(self, entry: ParamState) -> None:
         batch = self._table.batches[entry.batch]
         for segment in list(batch.segments):
-            target = self._gate().before_overwrite(segment)
+            target = self._gate.before_overwrite(segment)
             if target is not segment:
                 for tensor in batch.tensors:
                     if tensor.segment is segment:

@@ -1,0 +1,103 @@
+"""A snapshot: the state exactly as it is now, readable while training goes on, without a copy of the
+mirrors."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from swapckpt._torch import local_of, spec_of, wrap_local
+from swapckpt.fence import Lease
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from swapckpt.memory import HostSegment
+    from swapckpt.optimizer import Swap
+
+
+class Snapshot:
+    """The state dict of one moment. A context manager; leaving it gives all memory back to the step.
+
+    Call sequence (per rank):
+
+    1. training thread, between steps: made by ``StateManager.snapshot()``. Mirrors are leased; scalars, group
+       settings and small tensors are copied.
+    2. any thread: read ``state_dict``. Steps go on meanwhile: an offload that reaches a leased segment is
+       redirected or waits. ``segments`` gives the order in which the next step will reach them.
+    3. any thread: ``written(tensor)`` when a tensor of ``state_dict`` is needed no more; the last one of a
+       segment releases it. ``close`` (or leaving the ``with``) releases everything else.
+
+    Reading a tensor of ``state_dict`` after its release gives the values of a later step.
+    """
+
+    def __init__(self, state_dict: dict[str, object], swaps: Sequence[Swap]) -> None:
+        self._segments: dict[int, HostSegment] = {}  # by the address of a mirror
+        self._unread: dict[HostSegment, set[int]] = {}
+        guarded = []
+        for swap in swaps:
+            for batch in swap.table.batches:
+                guarded += [(swap.gate, segment) for segment in batch.segments]
+                for tensor in batch.tensors:
+                    self._segments[tensor.host.data_ptr()] = tensor.segment
+        self._lease = Lease(guarded)
+        try:
+            self.state_dict: dict[str, object] = {
+                key: self._frozen(value) for key, value in state_dict.items()
+            }
+        except BaseException:
+            self._lease.close()
+            raise
+
+    def _frozen(self, value: object) -> object:
+        """``value`` with everything copied that is not under the lease."""
+        if isinstance(value, torch.Tensor):
+            local, segment = local_of(value), self.segment_of(value)
+            if segment is not None:
+                self._unread.setdefault(segment, set()).add(local.data_ptr())
+                return value
+            return wrap_local(local.detach().to("cpu", copy=True), spec_of(value))
+        if isinstance(value, dict):
+            return {key: self._frozen(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._frozen(each) for each in value]
+        if isinstance(value, tuple):
+            return tuple(self._frozen(each) for each in value)
+        return copy.deepcopy(value)
+
+    @property
+    def segments(self) -> tuple[HostSegment, ...]:
+        """What is still leased, in the order in which the next step overwrites it."""
+        return self._lease.segments
+
+    def segment_of(self, tensor: Tensor) -> HostSegment | None:
+        """The leased segment a tensor of ``state_dict`` lies in; None for one that was copied."""
+        local = local_of(tensor)
+        return self._segments.get(local.data_ptr()) if local.device.type == "cpu" else None
+
+    def written(self, tensor: Tensor) -> None:
+        """Say that ``tensor`` has been read; its segment is released when all of its tensors have."""
+        segment = self.segment_of(tensor)
+        if segment is None:
+            return
+        unread = self._unread[segment]
+        unread.discard(local_of(tensor).data_ptr())
+        if not unread:
+            self._lease.release(segment)
+
+    def close(self) -> None:
+        """Release whatever is still leased. Closing twice does nothing."""
+        self._lease.close()
+
+    def __enter__(self) -> Snapshot:  # noqa: PYI034 - typing.Self is not in Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
