@@ -1,0 +1,307 @@
+"""Files of the operating system: positional, direct where the file system allows, durable when closed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swapckpt.errors import StorageError
+from swapckpt.storage.files import Entry, explained, retried
+
+if TYPE_CHECKING:
+    from swapckpt.storage.files import FileReader, FileWriter
+
+ALIGNMENT = 4096
+"""Memory, file offset and length of direct I/O are multiples of this; more than any device asks for."""
+BUFFER_NBYTES = 8 << 20
+CHUNK_NBYTES = 16 << 20
+MIN_DIRECT_NBYTES = 64 << 10
+"""Shorter pieces are gathered in the buffer: a system call of their own would cost more than the copy."""
+
+_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view lie in memory; 0 for an empty one."""
+    import numpy as np
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
+
+
+def is_aligned(view: memoryview, offset: int) -> bool:
+    """True when ``view`` can travel to or from ``offset`` of a file by direct I/O (its tail excepted)."""
+    return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0
+
+
+class PosixFiles:
+    """A folder of a mounted file system.
+
+    Args:
+        root: The folder. It is made when the first checkpoint is.
+        direct: False never uses O_DIRECT (for a file system that takes it and is slow with it).
+        sync: False leaves out every fsync: a crash of the machine may then leave a damaged checkpoint that
+            looks complete.
+        drop_page_cache: True asks the system to forget the cached pages of files written and read without
+            direct I/O, when they are closed. Direct I/O leaves none.
+    """
+
+    renames = True
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        direct: bool = True,
+        sync: bool = True,
+        drop_page_cache: bool = False,
+    ) -> None:
+        self._root = Path(root).absolute()
+        self.url = str(self._root)
+        self._direct = direct
+        self._sync = sync
+        self._drop = drop_page_cache
+
+    def _at(self, path: str) -> Path:
+        return self._root / path
+
+    def make_folder(self, path: str) -> None:
+        with explained("making the folder", self._at(path)):
+            self._at(path).mkdir(parents=True, exist_ok=True)
+
+    def entries(self, path: str) -> list[Entry]:
+        with explained("listing", self._at(path)), os.scandir(self._at(path)) as found:
+            entries = [entry for item in found if (entry := _entry(item)) is not None]
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def create(self, path: str, *, nbytes: int) -> FileWriter:  # noqa: ARG002 - stores need the size
+        with explained("creating", self._at(path)):
+            return PosixWriter(
+                self._at(path), direct=self._direct, sync=self._sync, drop_page_cache=self._drop
+            )
+
+    def open(self, path: str) -> FileReader:
+        with explained("opening", self._at(path)):
+            return retried(
+                lambda: PosixReader(self._at(path), direct=self._direct, drop_page_cache=self._drop)
+            )
+
+    def put(self, path: str, data: bytes) -> None:
+        writer = self.create(path, nbytes=len(data))
+        try:
+            writer.append(memoryview(data))
+            writer.close()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def version(self, path: str) -> str | None:  # noqa: ARG002 - files have no versions
+        return None
+
+    def swap(self, path: str, data: bytes, *, version: str | None) -> None:  # noqa: ARG002
+        raise StorageError(f"{self._at(path)}: checkpoints in a file system are replaced by renaming.")
+
+    def rename(self, source: str, target: str) -> None:
+        with explained("renaming to", self._at(target)):
+            self._at(source).rename(self._at(target))
+
+    def sync_folder(self, path: str) -> None:
+        if not self._sync:
+            return
+        with explained("syncing the folder", self._at(path)):
+            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def remove(self, path: str) -> None:
+        with explained("removing", self._at(path)):
+            where = self._at(path)
+            with suppress(FileNotFoundError):  # another process may be removing the same
+                if where.is_dir() and not where.is_symlink():
+                    shutil.rmtree(where)
+                else:
+                    where.unlink()
+
+    def uploads(self, path: str) -> list[str]:  # noqa: ARG002 - files are written in place
+        return []
+
+    def abort_uploads(self, path: str) -> None: ...
+
+
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    try:
+        status = item.stat()
+    except FileNotFoundError:  # removed since the folder was read
+        return None
+    return Entry(item.name, status.st_size, item.is_dir(), status.st_mtime)
+
+
+class PosixWriter:
+    """A new file. Aligned memory goes to the device directly, the rest through one aligned buffer."""
+
+    def __init__(self, path: Path, *, direct: bool, sync: bool, drop_page_cache: bool) -> None:
+        self._path = path
+        self._sync = sync
+        self._drop = drop_page_cache
+        self._flushed = 0  # bytes handed to the system; a multiple of ALIGNMENT while direct
+        self._held = 0  # bytes in the buffer, which belong behind them
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor, self._direct = _open_direct(path, flags, wanted=direct)
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_NBYTES))
+
+    @property
+    def position(self) -> int:
+        return self._flushed + self._held
+
+    def append(self, data: memoryview) -> None:
+        with explained("writing", self._path):
+            if self._direct and is_aligned(data, self.position):
+                self._flush()
+                body = len(data) - len(data) % ALIGNMENT
+                self._write(data[:body])
+                data = data[body:]
+            elif not self._direct and len(data) >= MIN_DIRECT_NBYTES:
+                self._flush()
+                self._write(data)
+                return
+            self._hold(data)
+
+    def _hold(self, data: memoryview) -> None:
+        while len(data) > BUFFER_NBYTES - self._held:
+            taken = BUFFER_NBYTES - self._held
+            self._buffer[self._held :] = data[:taken]
+            self._held, data = BUFFER_NBYTES, data[taken:]
+            self._flush()
+        self._buffer[self._held : self._held + len(data)] = data
+        self._held += len(data)
+
+    def _flush(self) -> None:
+        """Hand the buffer to the system. Its length is aligned, except at the end of the file."""
+        held, self._held = self._held, 0
+        self._write(self._buffer[:held])
+
+    def _flush_end(self) -> None:
+        """As :meth:`_flush`; of an odd length only the last bytes go through the page cache."""
+        held, self._held = self._held, 0
+        body = held - held % ALIGNMENT
+        self._write(self._buffer[:body])
+        if held > body:
+            if self._direct:
+                self._stop_direct()
+            self._write(self._buffer[body:held])
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                written = os.pwrite(self._descriptor, data[:CHUNK_NBYTES], self._flushed)
+            except OSError as error:
+                # Some file systems accept the flag and then refuse the write.
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._stop_direct()
+                continue
+            self._flushed += written
+            data = data[written:]
+            if self._direct and written % ALIGNMENT:  # a full device ends a write anywhere
+                self._stop_direct()
+
+    def _stop_direct(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        self._direct = False
+
+    def close(self) -> None:
+        with explained("closing", self._path):
+            self._flush_end()
+            if self._sync:
+                os.fsync(self._descriptor)
+            if self._drop:  # after the sync: pages that are not on the device yet do not go away
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._release()
+
+    def abort(self) -> None:
+        self._release()
+        with explained("removing", self._path):
+            self._path.unlink(missing_ok=True)
+
+    def _release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class PosixReader:
+    """A file. Aligned memory is filled by direct I/O where the offset allows it."""
+
+    def __init__(self, path: Path, *, direct: bool, drop_page_cache: bool) -> None:
+        self._path = path
+        self._drop = drop_page_cache
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct_descriptor = -1
+        if direct:
+            descriptor, is_direct = _open_direct(path, os.O_RDONLY | os.O_CLOEXEC, wanted=True)
+            if is_direct:
+                self._direct_descriptor = descriptor
+            else:
+                os.close(descriptor)
+        self._nbytes = os.fstat(self._descriptor).st_size
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        with explained("reading", self._path):
+            body = 0
+            if self._direct_descriptor >= 0 and is_aligned(view, offset):
+                body = self._read_direct(offset, view[: len(view) - len(view) % ALIGNMENT])
+            retried(lambda: self._read(self._descriptor, offset + body, view[body:]))
+
+    def _read_direct(self, offset: int, view: memoryview) -> int:
+        """Bytes read; 0 when the file system refuses this one, which is then read through the cache."""
+        try:
+            retried(lambda: self._read(self._direct_descriptor, offset, view))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return 0
+        return len(view)
+
+    def _read(self, descriptor: int, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done : done + CHUNK_NBYTES]], offset + done)
+            if count == 0:
+                missing = len(view) - done
+                raise StorageError(f"{self._path} ends at byte {offset + done}, {missing} bytes too early.")
+            done += count
+
+    def close(self) -> None:
+        if self._drop:
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        for descriptor in (self._descriptor, self._direct_descriptor):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._direct_descriptor = -1
+
+
+def _open_direct(path: Path, flags: int, *, wanted: bool) -> tuple[int, bool]:
+    """A descriptor, and whether it is for direct I/O (not every file system has it)."""
+    if wanted and _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+                raise
+            # The refusal comes after the file was made: a second exclusive open would find it.
+            if flags & os.O_EXCL:
+                path.unlink()
+    return os.open(path, flags, 0o666), False
