@@ -1,12 +1,16 @@
 """The ``python`` blocks of README.md and docs/ run: each file in one namespace, in a folder of its own.
 
-A block under the line ``<!-- no-run: reason -->`` is shown, not run. Say why: it is the one way out.
+A block under the line ``<!-- no-run: reason -->`` is shown, not run. Say why: it is the one way out. A block
+under ``<!-- prints -->`` is what the ``python`` blocks since the last one of its kind print; where lines are
+broken does not matter, so that long messages can be read.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"(?P<ticks>`{3,})(?P<language>[^\s`]*)[^`]*")
 _NO_RUN = re.compile(r"<!--\s*no-run:\s*\S.*-->")
+_PRINTS = "<!-- prints -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Block:
     line: int  # of its first line of text, from 1
     text: str
     runs: bool
+    is_printed: bool
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -45,7 +51,8 @@ def blocks_of(page: str) -> list[Block]:
                 before = line.strip()
         elif line.strip("` ") == "" and fence and len(fence["ticks"]) >= len(opening["ticks"]):
             text = "\n".join(lines[start : number - 1])
-            blocks.append(Block(opening["language"], start + 1, text, not _NO_RUN.fullmatch(before)))
+            runs, is_printed = not _NO_RUN.fullmatch(before), before == _PRINTS
+            blocks.append(Block(opening["language"], start + 1, text, runs, is_printed))
             opening, before = None, ""
     assert opening is None, f"the fence of line {start} is never closed"
     return blocks
@@ -55,11 +62,16 @@ def run_page(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run its blocks one after the other, as if they were one module."""
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # what is defined there can be pickled
+    printed = io.StringIO()
     for block in blocks_of(page):
-        if block.language == "python" and block.runs:
+        if block.is_printed:
+            assert printed.getvalue().split() == block.text.split(), f"{name}, line {block.line}"
+            printed = io.StringIO()
+        elif block.language == "python" and block.runs:
             # Tracebacks point into the page.
             code = compile("\n" * (block.line - 1) + block.text, name, "exec", dont_inherit=True)
-            exec(code, module.__dict__)
+            with redirect_stdout(printed):
+                exec(code, module.__dict__)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -105,6 +117,26 @@ def test_a_block_that_raises_fails_with_the_line_of_the_page(monkeypatch: pytest
         run_page(PAGE.format(divisor=0), "page.md", monkeypatch)
     assert (caught.traceback[-1].path, caught.traceback[-1].lineno + 1) == ("page.md", 19)
     assert PAGE.splitlines()[18].startswith("second")
+
+
+PRINTING = """\
+```python
+print("expected 1, found {found}")
+```
+
+<!-- prints -->
+
+```text
+expected 1,
+found 2
+```
+"""
+
+
+def test_what_a_page_says_is_printed_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(PRINTING.format(found=2), "page.md", monkeypatch)
+    with pytest.raises(AssertionError, match=r"page\.md, line 8"):
+        run_page(PRINTING.format(found=3), "page.md", monkeypatch)
 
 
 def test_a_mark_without_a_reason_does_not_count() -> None:
