@@ -54,6 +54,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "pytest",  # the main module of the test run, which every rank imports under another name
+        "torch._dynamo",  # the first use of FSDP or of a DTensor imports it
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
