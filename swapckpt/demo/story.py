@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from swapckpt.demo.verdict import Check
 
 RECORDS_NAME = "records.json"
+_RECORDS_BEGIN = '{\n "made_by": "swapckpt demo",'
 _FOLDERS = ("checkpoints", "logs")
 _FILES = ("loss.png", "memory.png", "timeline.json")
 _KEEP_CHECKPOINTS = 2
@@ -49,7 +50,7 @@ def prepare_folder(config: DemoConfig) -> None:
         ConfigError: The folder holds something else. Nothing was removed.
     """
     out = config.out
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RECORDS_NAME).exists())):
+    if out.exists() and not _may_be_emptied(out):
         msg = f"--out {out} exists and was not made by the demo. Give a new or an empty folder."
         raise ConfigError(msg)
     out.mkdir(parents=True, exist_ok=True)
@@ -57,20 +58,31 @@ def prepare_folder(config: DemoConfig) -> None:
         shutil.rmtree(out / name, ignore_errors=True)
     for name in _FILES:
         (out / name).unlink(missing_ok=True)
-    _write_json(out, {"config": asdict(config)})  # also marks the folder as ours
+    _write_records(out, {"config": asdict(config)})  # also marks the folder as ours
+
+
+def _may_be_emptied(out: Path) -> bool:
+    """Whether ``out`` is an empty folder, or holds what a demo wrote."""
+    if not out.is_dir():
+        return False
+    records = out / RECORDS_NAME
+    if not records.exists():
+        return not any(out.iterdir())
+    # Others write records.json too. Ours may be cut off where a demo was killed: look at its beginning only.
+    return records.read_bytes().startswith(_RECORDS_BEGIN.encode())
 
 
 def write_records(config: DemoConfig, story: Story, checks: tuple[Check, ...]) -> Path:
     """Everything that was measured, for other tools: ``records.json``."""
-    return _write_json(
+    return _write_records(
         config.out,
         {"config": asdict(config), "story": asdict(story), "verdict": [asdict(check) for check in checks]},
     )
 
 
-def _write_json(out: Path, content: dict[str, object]) -> Path:
+def _write_records(out: Path, content: dict[str, object]) -> Path:
     path = out / RECORDS_NAME
-    path.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    path.write_text(_RECORDS_BEGIN + json.dumps(content, indent=1, default=str)[1:] + "\n")
     return path
 
 

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from swapckpt.demo.config import DemoConfig
+from swapckpt.demo.story import prepare_folder
+from swapckpt.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -73,6 +77,21 @@ def test_folder_of_others_is_left_alone(cli: Cli, tmp_path: Path) -> None:
     assert result.code == 2
     assert "was not made by the demo" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_only_a_folder_that_a_demo_made_is_emptied(tmp_path: Path) -> None:
+    config = DemoConfig(out=tmp_path / "out")
+    prepare_folder(config)
+    config.checkpoints.mkdir()
+    (config.out / "loss.png").write_bytes(b"old")
+    (config.out / "notes.txt").write_text("mine")
+    prepare_folder(config)
+    assert {path.name for path in config.out.iterdir()} == {"records.json", "notes.txt"}
+    (config.out / "records.json").write_text('{"made_by": "another tool"}')
+    config.checkpoints.mkdir()
+    with pytest.raises(ConfigError, match="was not made by the demo"):
+        prepare_folder(config)
+    assert config.checkpoints.exists()
 
 
 def test_short_text_is_refused_before_anything_starts(cli: Cli, tmp_path: Path) -> None:
