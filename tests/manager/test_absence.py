@@ -32,7 +32,9 @@ DIFFERENT_FROM_ZERO = ["SGD-dampening", "NAdam", "Rprop", "ASGD"]
 """
 
 
-def build(kind: str, config: swapckpt.SwapConfig | None = CONFIG) -> tuple[Net, Optimizer, swapckpt.StateManager]:
+def build(
+    kind: str, config: swapckpt.SwapConfig | None = CONFIG
+) -> tuple[Net, Optimizer, swapckpt.StateManager]:
     model = Net()
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     return model, optimizer, swapckpt.StateManager(model, optimizer, config)
@@ -135,7 +137,8 @@ def test_the_difference_is_real(kind: str) -> None:
     assert isinstance(state, dict)
     for param_name, values in state.items():
         optimizer.state[model.get_parameter(param_name)] = {
-            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()
+            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
         }
     train(model, optimizer, steps=range(3), use_spare=from_step_2)
     found, expected = contents(model, optimizer), uninterrupted(kind, 3)
@@ -236,7 +239,9 @@ def test_frozen_parameters_are_not_exported_but_their_state_is_accepted_and_kept
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,), (5, 3)])
-def test_the_mark_is_negative_zero_and_zero_is_not_the_mark(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_mark_is_negative_zero_and_zero_is_not_the_mark(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     tensor = torch.zeros(shape, dtype=dtype)
     assert not is_marked(tensor)
     mark_not_created(tensor)
@@ -293,7 +298,9 @@ def test_stock_get_on_an_adopted_fresh_optimizer_is_undone(kind: str) -> None:
     model, optimizer, _ = build(kind)
     exported = get_optimizer_state_dict(model, optimizer)
     assert exported["state"].keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(value, torch.zeros_like(value)) for value in exported["state"]["head.bias"].values())
+    assert all(
+        torch.equal(value, torch.zeros_like(value)) for value in exported["state"]["head.bias"].values()
+    )
     train(model, optimizer, steps=range(3), use_spare=from_step_2)
     assert_same_bits(contents(model, optimizer), uninterrupted(kind, 3))
 

@@ -46,7 +46,9 @@ class StockOptimizer:
 SIDES = ["stock", "managed", "swapped", "swapped-large"]
 
 
-def stateful(side: str, model: Net, optimizer: Optimizer, *, flat: bool) -> StockOptimizer | swapckpt.StateManager:
+def stateful(
+    side: str, model: Net, optimizer: Optimizer, *, flat: bool
+) -> StockOptimizer | swapckpt.StateManager:
     if side == "stock":
         return StockOptimizer(model, optimizer, flat=flat)
     config = {"managed": None, "swapped": CONFIG, "swapped-large": DEFAULT_CONFIG}[side]
@@ -102,9 +104,7 @@ def two_groups(model: Net) -> Optimizer:
 @pytest.mark.parametrize("writer", SIDES)
 def test_adamw_in_every_direction(tmp_path: Path, writer: str, reader: str, flat: bool) -> None:
     make = make_named("AdamW")
-    assert_same_bits(
-        exchange(tmp_path, make, writer=writer, reader=reader, flat=flat), uninterrupted(make)
-    )
+    assert_same_bits(exchange(tmp_path, make, writer=writer, reader=reader, flat=flat), uninterrupted(make))
 
 
 @pytest.mark.parametrize("writer, reader", [("stock", "swapped"), ("swapped", "stock")])
@@ -113,12 +113,12 @@ def test_every_optimizer_between_stock_and_swapped(
     tmp_path: Path, kind: str, writer: str, reader: str
 ) -> None:
     make = {"tensor_lr": tensor_lr, "two_groups": two_groups}.get(kind) or make_named(kind)
-    assert_same_bits(
-        exchange(tmp_path, make, writer=writer, reader=reader, flat=False), uninterrupted(make)
-    )
+    assert_same_bits(exchange(tmp_path, make, writer=writer, reader=reader, flat=False), uninterrupted(make))
 
 
-@pytest.mark.parametrize("writer, reader", [("stock", "swapped"), ("swapped", "stock"), ("swapped", "swapped")])
+@pytest.mark.parametrize(
+    "writer, reader", [("stock", "swapped"), ("swapped", "stock"), ("swapped", "swapped")]
+)
 def test_bf16_parameters(tmp_path: Path, writer: str, reader: str) -> None:
     make = make_named("AdamW")
     assert_same_bits(

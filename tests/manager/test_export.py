@@ -95,7 +95,9 @@ def test_export_before_the_first_step_allocates_its_templates_once_and_binds_not
     assert not optimizer.state
     train(model, optimizer, steps=range(1), use_spare=lambda _: True)
     # The first step uses what the export reserved.
-    assert [t.data_ptr() for _, t in tensors_in(manager.state_dict())] == [t.data_ptr() for _, t in tensors_in(first)]
+    assert [t.data_ptr() for _, t in tensors_in(manager.state_dict())] == [
+        t.data_ptr() for _, t in tensors_in(first)
+    ]
 
 
 def test_exported_storages_have_the_size_of_their_tensors() -> None:

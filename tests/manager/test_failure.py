@@ -85,7 +85,9 @@ def test_everything_refuses_and_names_the_cause(
     assert_same_bits(contents(model, optimizer), before)
 
 
-def test_recovery_with_a_plain_dcp_load(tmp_path: Path, failed: tuple[Net, Flaky, swapckpt.StateManager]) -> None:
+def test_recovery_with_a_plain_dcp_load(
+    tmp_path: Path, failed: tuple[Net, Flaky, swapckpt.StateManager]
+) -> None:
     model, optimizer, manager = failed
     with manager.recovery():
         dcp.load({"model": model.state_dict(), "optimizer": manager}, checkpoint_id=tmp_path)

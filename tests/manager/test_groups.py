@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def build(
-    config: swapckpt.SwapConfig | None, *, lr: float | torch.Tensor = 0.01, custom: str = "", empty_lr: float = 0.5
+    config: swapckpt.SwapConfig | None,
+    *,
+    lr: float | torch.Tensor = 0.01,
+    custom: str = "",
+    empty_lr: float = 0.5,
 ) -> tuple[Net, Optimizer, swapckpt.StateManager]:
     model = Net()
     params = list(model.parameters())
@@ -65,8 +69,13 @@ def test_c5_groups_resume_with_their_settings_and_schedule(
     dcp.load(states, checkpoint_id=tmp_path)
     assert settings(resumed_optimizer) == settings(optimizer)
     assert [group["initial_lr"] for group in resumed_optimizer.param_groups] == [0.01, 0.5, 0.02]
-    assert [group["name"] for group in resumed_optimizer.param_groups if "name" in group] == ["from the saved run"]
-    for net, each, schedule in ((model, optimizer, scheduler), (resumed, resumed_optimizer, resumed_scheduler)):
+    assert [group["name"] for group in resumed_optimizer.param_groups if "name" in group] == [
+        "from the saved run"
+    ]
+    for net, each, schedule in (
+        (model, optimizer, scheduler),
+        (resumed, resumed_optimizer, resumed_scheduler),
+    ):
         scheduled_steps(net, each, schedule, range(3, 6))
     assert settings(resumed_optimizer) == settings(optimizer)
     assert_same_bits(contents(resumed, resumed_optimizer), contents(model, optimizer))

@@ -186,7 +186,10 @@ def test_a_state_dict_in_another_memory_format_is_read_into_the_optimizers_own()
         contiguous = {
             key: torch.rand(value.shape, generator=generator).contiguous() for key, value in values.items()
         }
-        foreign = {"state": {**state, "weight": contiguous}, "param_groups": manager.state_dict()["param_groups"]}
+        foreign = {
+            "state": {**state, "weight": contiguous},
+            "param_groups": manager.state_dict()["param_groups"],
+        }
         manager.load_state_dict(foreign)
         live = optimizer.state[model.weight]
         assert {key: (value.data_ptr(), value.stride()) for key, value in live.items()} == before
@@ -207,7 +210,9 @@ def test_c3_export_and_load_between_backward_and_step(tmp_path: Path, kind: str)
 
     resumed, resumed_optimizer, resumed_manager = build(kind, CONFIG)
     backward(resumed, 5)
-    dcp.load({"model": resumed.state_dict(), "optimizer": resumed_manager}, checkpoint_id=tmp_path / "pending")
+    dcp.load(
+        {"model": resumed.state_dict(), "optimizer": resumed_manager}, checkpoint_id=tmp_path / "pending"
+    )
     assert_same_bits(contents(resumed, resumed_optimizer), before)
     train(resumed, resumed_optimizer, steps=range(2, 3), use_spare=from_step_2)
     assert_same_bits(contents(resumed, resumed_optimizer), contents(model, optimizer))

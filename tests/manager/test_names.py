@@ -76,9 +76,7 @@ def test_a_wrapped_run_resumes_a_plain_one(tmp_path: Path, wrap: Callable[[nn.Mo
     params = dict(other.named_parameters())
     wrapped = wrap(other)
     other_optimizer = torch.optim.AdamW(wrapped.parameters())
-    dcp.load(
-        {"optimizer": swapckpt.StateManager(wrapped, other_optimizer, CONFIG)}, checkpoint_id=tmp_path
-    )
+    dcp.load({"optimizer": swapckpt.StateManager(wrapped, other_optimizer, CONFIG)}, checkpoint_id=tmp_path)
     for name, param in params.items():
         expected = optimizer.state.get(model.get_parameter(name), {})
         assert_same_bits(other_optimizer.state.get(param, {}), expected)
@@ -130,7 +128,11 @@ def test_tied_parameters_are_saved_once(flat: bool) -> None:
     manager = swapckpt.StateManager(model, torch.optim.AdamW(model.parameters()), CONFIG, flat=flat)
     exported = manager.state_dict()
     state = exported if flat else exported["state"]
-    names = {key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")} if flat else set(state)
+    names = (
+        {key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")}
+        if flat
+        else set(state)
+    )
     assert names == {"embedding.weight", "first.weight", "first.bias"}
 
 
@@ -141,7 +143,11 @@ def test_tied_parameters_load_under_any_alias(flat: bool) -> None:
     manager = swapckpt.StateManager(model, optimizer, CONFIG, flat=flat)
     steps(model, optimizer, range(2))
     saved, parameters = manager.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
-    aliases = {"embedding.weight": "head.weight", "first.weight": "second.weight", "first.bias": "second.bias"}
+    aliases = {
+        "embedding.weight": "head.weight",
+        "first.weight": "second.weight",
+        "first.bias": "second.bias",
+    }
 
     def renamed(value: object) -> object:
         if isinstance(value, str):

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def build(
-    *, width: int = 6, dtype: torch.dtype = torch.float32, flat: bool = False, config: swapckpt.SwapConfig | None = CONFIG
+    *,
+    width: int = 6,
+    dtype: torch.dtype = torch.float32,
+    flat: bool = False,
+    config: swapckpt.SwapConfig | None = CONFIG,
 ) -> tuple[Net, Optimizer, swapckpt.StateManager]:
     model = Net(width, depth=1, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -73,7 +77,11 @@ def test_c16_every_missing_and_misshaped_entry_is_listed(tmp_path: Path, flat: b
     ]
     assert state == sorted(misshaped + missing)
     settings = {line.split(":")[0].rsplit(".", 1)[0] for line in problems if ".state." not in line}
-    assert settings == ({f"optimizer.param_groups.blocks.1.{name}" for name in ("down.weight", "up.bias", "up.weight")} if flat else set())
+    assert settings == (
+        {f"optimizer.param_groups.blocks.1.{name}" for name in ("down.weight", "up.bias", "up.weight")}
+        if flat
+        else set()
+    )
     assert not target_optimizer.state
     assert_same_bits(contents(other, target_optimizer), before)
 
@@ -129,7 +137,9 @@ def test_a_partial_load_leaves_what_is_missing_alone_but_checks_the_rest(tmp_pat
     assert states["a"].tolist() == [1, 1, 1]
     assert states["new"].tolist() == [5, 5]
     states["b"] = torch.zeros(9)
-    assert misfits(states, tmp_path, allow_partial=True) == ["b: expected torch.float32 [9], found torch.float32 [2]"]
+    assert misfits(states, tmp_path, allow_partial=True) == [
+        "b: expected torch.float32 [9], found torch.float32 [2]"
+    ]
 
 
 def test_tensors_and_plain_values_are_told_apart(tmp_path: Path) -> None:
@@ -246,7 +256,9 @@ def test_state_of_parameters_that_no_optimizer_holds_is_not_dropped_silently() -
 def test_a_mapping_that_is_no_optimizer_state_is_refused() -> None:
     _, _, manager = build()
     assert problems_of(manager, {"epoch": 3})[0].startswith("blocks.0.down.weight: no state")
-    assert "epoch: unexpected, not state.<fqn>.<key> of a known parameter" in problems_of(manager, {"epoch": 3})
+    assert "epoch: unexpected, not state.<fqn>.<key> of a known parameter" in problems_of(
+        manager, {"epoch": 3}
+    )
 
 
 def test_settings_are_required_for_every_parameter_unless_allowed() -> None:

@@ -84,7 +84,11 @@ def backward(model: nn.Module, step: int, *, use_spare: bool = False) -> None:
 
 
 def train(
-    model: nn.Module, optimizer: Optimizer, *, steps: Iterable[int], use_spare: Callable[[int], bool] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    steps: Iterable[int],
+    use_spare: Callable[[int], bool] | None = None,
 ) -> None:
     """Take the given steps. ``use_spare(step)`` tells whether ``spare`` gets gradients."""
     for step in steps:
@@ -130,5 +134,8 @@ def same_bits(found: object, expected: object) -> bool:
     return (
         found.dtype == expected.dtype
         and found.shape == expected.shape
-        and found.contiguous().view(-1).view(torch.uint8).equal(expected.contiguous().view(-1).view(torch.uint8))
+        and found.contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .equal(expected.contiguous().view(-1).view(torch.uint8))
     )
