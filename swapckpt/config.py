@@ -83,7 +83,7 @@ class SwapConfig:
             msg = f"state_keys must be None or a sequence of non-empty strings, got {keys!r}."
             raise ConfigError(msg)
         if not keys:
-            msg = f"state_keys must be None (swap every eligible tensor) or name at least one key, got {keys!r}."
+            msg = f"state_keys must be None (every eligible tensor) or name at least one key, got {keys!r}."
             raise ConfigError(msg)
         object.__setattr__(self, "state_keys", tuple(map(str, keys)))
 
