@@ -186,13 +186,15 @@ class Pipeline:
 
     def _describe(self, failed: tuple[OpKind, int], error: Exception) -> str:
         kind, index = failed
-        names = ", ".join(entry.name for entry in self._table.batches[index].params[:4])
+        names = [entry.name for entry in self._table.batches[index].params]
+        shown = ", ".join([*names[:4], "..."] if len(names) > 4 else names)
         consequence = (
             "Parameters and state may be partly updated: restore both from a checkpoint."
             if self.updates_started
             else "Nothing was updated: parameters and state are unchanged."
         )
-        return f"The step failed in batch {index} ({kind.value}; {names}, ...): {error}. {consequence}"
+        reason = str(error).rstrip(".")
+        return f"The step failed in batch {index} ({kind.value}; {shown}): {reason}. {consequence}"
 
 
 def _nbytes(pairs: list[tuple[Tensor, Tensor]]) -> int:
