@@ -185,5 +185,9 @@ class Device(Protocol):
         ...
 
     def reset(self) -> None:
-        """After a failure: wait (bounded) until both copy streams are idle and forget their errors."""
+        """After a failure: wait (bounded) until both copy streams are idle and forget their errors.
+
+        Raises:
+            TransferTimeoutError: A stream did not come to rest. Its late copies may still write memory.
+        """
         ...

@@ -61,7 +61,8 @@ class _Progress:
                 error = caught
         with self.changed:
             if error is not None:
-                self.error, self.error_seq = error, seq
+                self.error_seq = seq  # before the error: a waiter reads both without the lock
+                self.error = error
             self.done = seq
             self.changed.notify_all()
 
@@ -91,6 +92,7 @@ class _ThreadRunner:
 
     def _start(self) -> None:
         self._pid = os.getpid()
+        self._progress.changed = threading.Condition()  # a child may have inherited it locked
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         thread = threading.Thread(
             target=_work, args=(self._jobs, self._progress), daemon=True, name=f"swapckpt-{self._name}"
@@ -198,6 +200,12 @@ class CpuStream:
     def force(self, seq: int, timeout_secs: float) -> None:
         """Wait until (or, where nobody else does it, make sure that) job ``seq`` has run."""
         self._runner.force(seq, timeout_secs)
+
+    def come_to_rest(self) -> None:
+        """Wait (bounded) for everything submitted and forget its errors."""
+        self.force(self._seq, self._timeout_secs)
+        self.progress.error = None
+        self.record().synchronize(0.0)
 
     def wait(self, event: Event) -> None:
         if isinstance(event, CpuEvent) and event.reached():
@@ -336,9 +344,7 @@ class CpuDevice:
 
     def reset(self) -> None:
         for stream in (self.load, self.offload):
-            last = stream.record()
-            stream.force(last._seq, self.timeout_secs)  # noqa: SLF001 - same module
-            stream.progress.error = None
+            stream.come_to_rest()
 
 
 def _nothing() -> None:
