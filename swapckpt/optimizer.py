@@ -558,8 +558,8 @@ def _restore(optimizer: Optimizer) -> None:
 def load_into(swaps: Sequence[Swap], restore: Callable[[], None]) -> None:
     """Run ``restore`` in Phase LOADING: IDLE after it, FAILED if it raises."""
     for swap in swaps:
-        if swap.phase is Phase.FAILED:  # a copy that was given up must not come late and write over what is loaded
-            swap.device.reset()
+        if swap.phase is Phase.FAILED:
+            swap.device.reset()  # a copy that was given up may come late: not over what is loaded now
     for swap in swaps:
         swap.phase = Phase.LOADING
     try:
