@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swapckpt.device import CpuDevice
 from swapckpt.device.cpu import CpuStream
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
 
     from torch import Tensor
@@ -21,8 +23,8 @@ class FailingDevice(CpuDevice):
     load: FailingStream
     offload: FailingStream
 
-    def __init__(self, policy: str, *, seed: int = 0) -> None:
-        super().__init__(policy, seed=seed)
+    def __init__(self, policy: str, *, seed: int = 0, timeout_secs: float = 600.0) -> None:
+        super().__init__(policy, seed=seed, timeout_secs=timeout_secs)
         self.allocations_left: int | None = None
         self.load = FailingStream(self.load)
         self.offload = FailingStream(self.offload)
@@ -38,20 +40,28 @@ class FailingDevice(CpuDevice):
 
 
 class FailingStream(CpuStream):
-    """A copy stream whose n-th copy from now on raises where and when it would have run."""
+    """A copy stream whose n-th copy from now on raises where and when it would have run, or waits for
+    ``resume``."""
 
     def __init__(self, stream: CpuStream) -> None:
         self.__dict__.update(stream.__dict__)
         self.copies_left: int | None = None
+        self.resume: threading.Event | None = None
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
         if self.copies_left is not None:
             self.copies_left -= 1
             if self.copies_left < 0:
                 self.copies_left = None
-                self._submit(_fail)
-                return
+                if self.resume is None:
+                    self._submit(_fail)
+                    return
+                self._submit(partial(_hang, self.resume))
         super().copy(pairs)
+
+
+def _hang(resume: threading.Event) -> None:
+    resume.wait(60.0)
 
 
 def _fail() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,14 @@ from torch import nn
 
 import swapckpt
 from swapckpt import StateManager, SwapConfig
-from swapckpt.errors import AdoptionError, PhaseError, StateFailedError, StepError, TransferError
+from swapckpt.errors import (
+    AdoptionError,
+    PhaseError,
+    StateFailedError,
+    StepError,
+    TransferError,
+    TransferTimeoutError,
+)
 from swapckpt.optimizer import Phase
 from tests.core.devices import FailingDevice
 from tests.core.optimizers import Exploding
@@ -243,6 +251,27 @@ def test_s10_an_interrupt_passes_as_itself_and_leaves_the_state_failed(policy: s
     assert_nothing_is_left_on_the_device(twins)
     with pytest.raises(StateFailedError):
         twins.swapped.step()
+    assert_recovers(twins, saved, recover_by_block)
+
+
+@pytest.mark.parametrize("direction", ["load", "offload"])
+def test_s10_a_copy_that_hangs_is_given_up_and_cannot_spoil_what_is_loaded_later(direction: str) -> None:
+    timeout_secs = 0.5  # enough for every copy that does not hang
+    config = SwapConfig(swap_times=BATCHES, timeout_secs=timeout_secs)
+    twins = Twins(RECIPE, config, FailingDevice("thread", timeout_secs=timeout_secs))
+    twins.step(2)
+    saved = Saved(twins)
+    stream = device_of(twins).load if direction == "load" else device_of(twins).offload
+    stream.copies_left, stream.resume = 3, threading.Event()
+    error = fail_a_step(twins)
+    assert isinstance(error.__cause__, TransferTimeoutError)
+    assert f"failed in batch 3 ({direction}; " in str(error)
+    assert twins.swap.phase is Phase.FAILED
+    for recover in RECOVERIES:
+        with pytest.raises(TransferTimeoutError, match=f"The {direction} stream did not finish"):
+            recover(twins, saved)
+        assert twins.swap.phase is Phase.FAILED
+    stream.resume.set()
     assert_recovers(twins, saved, recover_by_block)
 
 
