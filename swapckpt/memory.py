@@ -84,7 +84,7 @@ class HostArena:
         self._device = device
         self._slab: HostSlab | None = None
         self._used_nbytes = 0
-        self._reserved_nbytes = 0
+        self.reserved_nbytes = 0  # of all slabs ever made
 
     def allocate(self, layout: SegmentLayout, *, own_slab: bool = False) -> HostSegment:
         """A segment for ``layout``. Its content is undefined.
@@ -97,7 +97,7 @@ class HostArena:
         if own_slab:
             return HostSegment(self._new_slab(layout.nbytes), 0, layout)
         if self._slab is None or self._used_nbytes + layout.nbytes > self._slab.nbytes:
-            ahead_nbytes = min(max(self._reserved_nbytes, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
+            ahead_nbytes = min(max(self.reserved_nbytes, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
             self._slab = self._new_slab(max(layout.nbytes, ahead_nbytes))
             self._used_nbytes = 0
         segment = HostSegment(self._slab, self._used_nbytes, layout)
@@ -113,11 +113,11 @@ class HostArena:
         except (OSError, MemoryError, RuntimeError) as error:
             msg = (
                 f"Could not allocate {nbytes:,} bytes of host memory for mirrors "
-                f"({self._reserved_nbytes:,} bytes are held already): {error}. Free host memory, or swap "
+                f"({self.reserved_nbytes:,} bytes are held already): {error}. Free host memory, or swap "
                 "fewer keys with SwapConfig.state_keys."
             )
             raise HostMemoryError(msg) from error
-        self._reserved_nbytes += slab.nbytes
+        self.reserved_nbytes += slab.nbytes
         return slab
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 from collections import defaultdict
 from contextlib import contextmanager
 from enum import Enum
@@ -88,6 +89,7 @@ class Swap:
         self._subsets: list[list[tuple[int, list[Tensor]]]] = []
         self._known_groups: list[list[Tensor]] = []
         self._budget_nbytes = 0
+        self._pid = os.getpid()
 
     # ------------------------------------------------------------------ phases
 
@@ -107,6 +109,22 @@ class Swap:
         if self.phase in (Phase.STEPPING, Phase.LOADING):
             msg = f"Cannot {action} while the optimizer is {self.phase.value}. Call it between steps."
             raise PhaseError(msg)
+
+    def require_own_mirrors(self, action: str) -> None:
+        """Raise in a forked child: mirrors are shared memory, and what it writes changes its parent's state.
+
+        Raises:
+            PhaseError: The optimizer had mirrors when the process was forked.
+        """
+        if self._pid == os.getpid():
+            return
+        if self.arena.reserved_nbytes:
+            msg = (
+                f"Cannot {action} in a forked process: the optimizer's mirrors are those of the parent. Call "
+                "swapckpt.release(optimizer) and then swapckpt.swap_optimizer(optimizer) in this process."
+            )
+            raise PhaseError(msg)
+        self._pid = os.getpid()
 
     def fail(self, error: BaseException) -> None:
         """Parameters or state are torn; the first cause is kept."""
@@ -176,6 +194,7 @@ class Swap:
     def step(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> object:
         """One optimizer step through the pipeline. Returns the closure's loss."""
         self.require_idle("step")
+        self.require_own_mirrors("step")
         if self.phase is Phase.FAILED:
             msg = "Cannot step inside recovery(): restore parameters and state first, then leave it."
             raise PhaseError(msg)
@@ -560,6 +579,7 @@ def load_into(swaps: Sequence[Swap], restore: Callable[[], None]) -> None:
     for swap in swaps:
         if swap.phase is Phase.FAILED:
             swap.device.reset()  # a copy that was given up may come late: not over what is loaded now
+        swap.require_own_mirrors("load")
     for swap in swaps:
         swap.phase = Phase.LOADING
     try:
