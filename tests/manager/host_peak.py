@@ -1,0 +1,67 @@
+"""Run as a program by test_host_peak.py: ``save PATH`` or ``load PATH`` of 384 MB of optimizer state.
+
+Prints how far the peak of resident memory rose meanwhile, in bytes, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import swapckpt
+
+NUM_PARAMS, NUMEL = 12, 4 << 20
+STATE_NBYTES = 2 * 4 * NUM_PARAMS * NUMEL
+
+
+def build() -> tuple[nn.ParameterList, torch.optim.Optimizer, swapckpt.StateManager]:
+    model = nn.ParameterList(nn.Parameter(torch.full((NUMEL,), 0.5)) for _ in range(NUM_PARAMS))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return model, optimizer, swapckpt.StateManager(model, optimizer, swapckpt.SwapConfig())
+
+
+def fill(manager: swapckpt.StateManager) -> None:
+    """Make state without a step, whose gradients and temporaries would raise the peak before the save."""
+    exported = manager.state_dict()
+    state = exported["state"]
+    assert isinstance(state, dict)
+    for number, values in enumerate(state.values()):
+        for value in values.values():
+            value.fill_(1 + number)
+    manager.load_state_dict(exported)
+
+
+def peak_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(action: str, path: str) -> None:
+    model, optimizer, manager = build()
+    if action == "save":
+        fill(manager)
+    resident, peak = psutil.Process().memory_info().rss, peak_nbytes()
+    if action == "save":
+        dcp.save({"optimizer": manager}, checkpoint_id=path)
+    else:
+        dcp.load({"optimizer": manager}, checkpoint_id=path)
+    sums = [optimizer.state[param]["exp_avg"].double().sum().item() for param in model]
+    stats = manager.memory()
+    figures = {
+        "resident_nbytes": resident,
+        "peak_before_nbytes": peak,
+        "peak_after_nbytes": peak_nbytes(),
+        "device_nbytes": stats.device_nbytes,
+        "device_peak_nbytes": stats.device_peak_nbytes,
+        "sums": sums,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
