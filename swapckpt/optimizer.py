@@ -561,6 +561,7 @@ def _strip(optimizer: Optimizer, state_dict: dict[str, object]) -> dict[str, obj
     """Keep state away from torch, which would cast it to the parameters' dtype and move it to the device."""
     swap = swap_of(optimizer)
     swap.require_idle("load a state dict")
+    swap.require_own_mirrors("load a state dict")
     swap.sync_params(optimizer)
     swap.incoming = Incoming.from_positions(state_dict, swapped_state(optimizer))
     swap.incoming.check(allow_missing=True)
