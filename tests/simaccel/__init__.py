@@ -4,7 +4,7 @@ Its memory has its own addresses and a limit; its streams do their work as late 
 any other legal order; its calls fail when told to. ``csrc/simaccel.cpp`` says how. This is its control.
 
 Loading it changes the process (``torch.accelerator`` exists from then on), so the tests of this folder run in
-a process of their own: see ``process.py``.
+a process of their own: see ``tests/childprocess.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tests of this folder run on the simulated accelerator, in a process of their own (see process.py)."""
+"""The tests of this folder run on the simulated accelerator, in a process of their own."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import simaccel as sim
-from tests.simaccel.process import INLINE, DeviceProcess
+from tests.childprocess import INLINE, ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FOLDER = Path(__file__).parent
-_process = DeviceProcess()
-
-
-def _runs_elsewhere() -> bool:
-    return INLINE not in os.environ
+# Operators of process groups are replaced for device tensors, about which the dispatcher prints a warning.
+_process = ChildProcess(_FOLDER, {"TORCH_CPP_LOG_LEVEL": "ERROR"})
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _FOLDER not in item.path.parents or not _runs_elsewhere():
+        if _FOLDER not in item.path.parents or INLINE in os.environ:
             continue
         if item.get_closest_marker("xdist_group") is None:  # one worker: starting the process takes seconds
             item.add_marker(pytest.mark.xdist_group("simaccel"))
@@ -34,13 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if not _runs_elsewhere():
-        return None
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _process.run(item):
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+    return _process.protocol(item)
 
 
 def pytest_unconfigure() -> None:

@@ -1,8 +1,5 @@
 """``torch.sim``, which ``torch.get_device_module("sim")`` returns: shaped like ``torch.cuda``."""
 
-# The signatures are those of torch.cuda:
-# ruff: noqa: ARG001
-
 from __future__ import annotations
 
 import contextlib

@@ -15,8 +15,9 @@ from torch import nn, optim
 
 import swapckpt
 from swapckpt.device import AcceleratorDevice
+from swapckpt.device.accelerator import AcceleratorEvent, AcceleratorStream
 from swapckpt.errors import HostMemoryError, StateFailedError, StepError, SwapCkptError
-from swapckpt.optimizer import Phase, swap_of
+from swapckpt.optimizer import Phase, swap_of, swapped_state
 from tests import simaccel as sim
 from tests.core.training import always, shifting
 
@@ -104,6 +105,19 @@ class Training:
             found[f"{index}"] = param.detach()
         return {name: on_host(value) for name, value in found.items()}
 
+    def exported(self) -> dict[str, object]:
+        """What a save reads: host memory only. Nothing waits for it either."""
+        view = swapped_state(self.optimizer)
+        found = {
+            f"{index}.{key}": value
+            for index, param in enumerate(self.params)
+            if param in self.optimizer.state
+            for key, value in view.values(param).items()
+        }
+        tensors = [value for value in found.values() if isinstance(value, torch.Tensor)]
+        assert all(tensor.device.type == "cpu" for tensor in tensors)
+        return {name: copy.deepcopy(value) for name, value in found.items()}
+
     @property
     def phase(self) -> Phase:
         return swap_of(self.optimizer).phase
@@ -152,8 +166,52 @@ def test_equals_the_unswapped_optimizer_in_every_schedule(case: Case) -> None:
         assert isinstance(swap_of(training.optimizer).device, AcceleratorDevice)
         for step in range(NUM_STEPS):
             training.step()
+            state = {name: value for name, value in expected[step + 1].items() if "." in name}
+            wrong = differences(training.exported(), state)
+            assert not wrong, f"exported after step {step} in schedule {schedule}: {wrong}"
             wrong = differences(training.values(), expected[step + 1])
             assert not wrong, f"after step {step} in schedule {schedule}: {wrong}"
+
+
+ORDERS = [  # who waits for whom; the load stream waits for the compute stream when a buffer is new
+    ("compute", "load"),
+    ("offload", "compute"),
+    ("load", "offload"),
+    ("load", "compute"),
+    ("host", "offload"),
+]
+
+
+@pytest.mark.parametrize(("waiting", "waited_for"), ORDERS)
+def test_without_any_one_order_some_mask_gives_wrong_values(
+    monkeypatch: pytest.MonkeyPatch, waiting: str, waited_for: str
+) -> None:
+    """And none does when everything runs at once: that is why the schedules are needed."""
+    wait, synchronize = AcceleratorStream.wait, AcceleratorEvent.synchronize
+
+    def forgetful_wait(self: AcceleratorStream, event: AcceleratorEvent) -> None:
+        if (self.name, event._stream) != (waiting, waited_for):
+            wait(self, event)
+
+    def forgetful_synchronize(self: AcceleratorEvent, timeout_secs: float) -> None:
+        if ("host", self._stream) != (waiting, waited_for):
+            synchronize(self, timeout_secs)
+
+    monkeypatch.setattr(AcceleratorStream, "wait", forgetful_wait)
+    monkeypatch.setattr(AcceleratorEvent, "synchronize", forgetful_synchronize)
+    case = CASES["AdamW-two-buffers"]
+    expected = unswapped(case)
+
+    def goes_wrong() -> bool:
+        training = Training(case).adopt()
+        for step in range(NUM_STEPS):
+            training.step()
+            if differences(training.values() | training.exported(), expected[step + 1]):
+                return True
+        return False
+
+    assert [goes_wrong() for _ in sim.each([sim.EAGER])] == [False]
+    assert any(goes_wrong() for _ in sim.each(sim.masks(3)))
 
 
 @pytest.mark.parametrize("case", [CASES["AdamW-fused"], CASES["NAdam"]], ids=["AdamW-fused", "NAdam"])

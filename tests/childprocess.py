@@ -1,12 +1,11 @@
-"""Runs the tests of this folder in a process of their own, and hands their reports to the run that asked.
+"""Runs the tests of a folder in a process of their own, and hands their reports to the run that asked.
 
 [Note: why a process]
-Loading the device changes a process for good: ``torch.accelerator`` finds an accelerator, pinned memory
-exists, CPU-only code paths are no longer taken. Other tests in that process would test something else. And
-the device's memory is out of the host's reach, so the bug that touches it ends the process: that must be one
-failed test.
+A device that is not there changes the process that loads it, for good: ``torch.accelerator`` finds an
+accelerator, pinned memory exists, CPU-only code paths are no longer taken. Other tests in that process would
+test something else. And a bug in its use can end the process: that must be one failed test.
 
-The child is an ordinary pytest run over this folder whose loop takes tests from a pipe. Every test keeps its
+The child is an ordinary pytest run over the folder whose loop takes tests from a pipe. Every test keeps its
 own id, report, output and time limit in the run that the user started.
 """
 
@@ -20,28 +19,42 @@ import tempfile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-INLINE = "SIMACCEL_INLINE"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INLINE = "SWAPCKPT_TESTS_INLINE"
 """With this in the environment the tests run where they are collected: in the child, or for a debugger."""
-_FOLDER = Path(__file__).parent
-_ROOT = _FOLDER.parents[1]
+_REPOSITORY = Path(__file__).parents[1]
 _BACKSTOP_SECS = 900.0  # the child's own time limits come first
 _SHUTDOWN_SECS = 30.0
 
 
-class DeviceProcess:
+class ChildProcess:
     """The child, as its parent sees it. It starts with the first test, and again after a crash in a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str] | None = None) -> None:
+        self._folder = folder
+        self._environ = dict(environ or {})
         self._child: subprocess.Popen[bytes] | None = None
         self._broken: str | None = None  # why there can be no child
 
-    def run(self, item: pytest.Item) -> list[pytest.TestReport]:
+    def protocol(self, item: pytest.Item) -> bool | None:
+        """For the hook ``pytest_runtest_protocol``, which is called for the tests of all folders."""
+        if INLINE in os.environ or self._folder not in item.path.parents:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in self._run(item):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _run(self, item: pytest.Item) -> list[pytest.TestReport]:
         if self._broken is None and self._child is None:
-            self._start()
+            self._start(item.config.rootpath)
         if self._broken is not None:
             return [_failed(item, self._broken)]
         try:
@@ -65,15 +78,14 @@ class DeviceProcess:
         self._child = None
         self._output.close()
 
-    def _start(self) -> None:
+    def _start(self, root: Path) -> None:
         self._pipe, child_end = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        # The process group's operators on device tensors are replaced: the dispatcher prints a warning.
-        environ = os.environ | {INLINE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environ = os.environ | self._environ | {INLINE: "1"}
         environ.pop("PYTEST_ADDOPTS", None)  # meant for the outer run
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.simaccel.process", str(child_end.fileno())],
-            cwd=_ROOT,
+            [sys.executable, "-m", "tests.childprocess", str(child_end.fileno()), root, self._folder],
+            cwd=_REPOSITORY,
             env=environ,
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
@@ -99,7 +111,7 @@ class DeviceProcess:
         output = self._output.read().decode(errors="replace")[-10_000:]
         self.close()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"The process with the simulated accelerator {how} {moment}. Its output:\n{output}"
+        return f"The process with the tests of {self._folder.name}/ {how} {moment}. Its output:\n{output}"
 
 
 def _failed(item: pytest.Item, reason: str) -> pytest.TestReport:
@@ -122,6 +134,8 @@ class _Server:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:  # pytest's own loop, which this replaces, does the same
+            raise session.Interrupted(f"{session.testsfailed} errors in collection")
         items = {item.location: item for item in session.items}
         self._pipe.send("ready")
         while True:
@@ -140,10 +154,14 @@ class _Server:
         )
 
 
-def _main(descriptor: str) -> int:
-    options = ["-o", "cache_dir=.cache/simaccel/pytest", f"--rootdir={_ROOT}"]
-    return pytest.main([*options, str(_FOLDER)], plugins=[_Server(Connection(int(descriptor)))])
+def _main(descriptor: str, root: str, folder: str) -> int:
+    options = [
+        f"--rootdir={root}",
+        "-o",
+        "cache_dir=.cache/pytest-child",
+    ]  # the outer run has its own cache
+    return pytest.main([*options, folder], plugins=[_Server(Connection(int(descriptor)))])
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    sys.exit(_main(*sys.argv[1:]))
