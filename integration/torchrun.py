@@ -11,11 +11,12 @@ from pathlib import Path
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def torchrun(script: str, *arguments: str, ranks: int, timeout_secs: float = 150) -> str:
+def torchrun(script: str, *arguments: str, ranks: int, fails: bool = False, timeout_secs: float = 150) -> str:
     """Standard output of ``integration/scripts/<script>`` on ``ranks`` gloo ranks.
 
     Raises:
-        AssertionError: It failed or took longer than ``timeout_secs``; with all its output.
+        AssertionError: It failed (``fails``: it did not) or took longer than ``timeout_secs``; with all its
+            output.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     process = subprocess.Popen(
@@ -33,5 +34,6 @@ def torchrun(script: str, *arguments: str, ranks: int, timeout_secs: float = 150
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
         outcome = f"killed after {timeout_secs:g} s"
-    assert process.returncode == 0, f"{script}: {outcome}\n{output}\n{errors}"
+    ended_as_meant = process.returncode == (1 if fails else 0)
+    assert ended_as_meant, f"{script}: {outcome}\n{output}\n{errors}"
     return output
