@@ -27,7 +27,7 @@ _PROBE_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class ParamFootprint:
-    """State of one parameter on this rank: swapped bytes, and what stays on the device with its reason."""
+    """State of one parameter on this rank: swapped bytes, and what stays where it is, with the reason."""
 
     name: str
     nbytes: int  # of the parameter's own local shard: what batches are balanced by
@@ -65,7 +65,7 @@ class SwapReport:
             f"transfers per step         {self.step_secs:.3g} s at {self.gbps:.3g} GB/s in each direction",
         ]
         lines += [
-            f"stays on the device        {format_nbytes(nbytes)} in {count} tensors: {reason}"
+            f"stays where it is          {format_nbytes(nbytes)} in {count} tensors: {reason}"
             for reason, count, nbytes in self.resident
         ]
         return "\n".join(lines)

@@ -65,7 +65,8 @@ def run_page(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
     for block in blocks_of(page):
         if block.is_printed:
-            assert printed.getvalue().split() == block.text.split(), f"{name}, line {block.line}"
+            same = printed.getvalue().split() == block.text.split()
+            assert same, f"{name}, line {block.line}: what is printed is\n{printed.getvalue()}"
             printed = io.StringIO()
         elif block.language == "python" and block.runs:
             # Tracebacks point into the page.
