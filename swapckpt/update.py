@@ -70,6 +70,9 @@ class BatchedUpdate:
         self._groups: list[Group] = optimizer.param_groups
         self._params = [group["params"] for group in self._groups]
         self._before = [_fields(group) for group in self._groups]
+        self._pristine = [
+            {key: private_copy(value) for key, (value, _) in fields.items()} for fields in self._before
+        ]
         self._advanced: dict[int, dict[str, object]] = {}
 
     def __enter__(self) -> BatchedUpdate:  # noqa: PYI034 - typing.Self is not in Python 3.10
@@ -92,42 +95,57 @@ class BatchedUpdate:
         chosen = list(subset)
         for index, params in chosen:
             self._groups[index]["params"] = params
-            if index in self._advanced:
-                self._groups[index].update(self._restored(index))
+            self._put_back(index)
         self._optimizer.param_groups = [self._groups[index] for index, _ in chosen]
         self._step(self._optimizer)
-        for index, _ in chosen:
-            self._note_advance(index)
+        for index, params in chosen:
+            self._note_advance(index, idle=all(param.grad is None for param in params))
 
-    def _restored(self, index: int) -> dict[str, object]:
-        return {key: private_copy(self._before[index][key][0]) for key in self._advanced[index]}
+    def _put_back(self, index: int) -> None:
+        """Undo what an earlier batch advanced, on copies: the group's own tensors keep the advanced values."""
+        group, pristine = self._groups[index], self._pristine[index]
+        for key in self._advanced.get(index, ()):
+            if key in pristine:
+                group[key] = private_copy(pristine[key])
+                self._before[index][key] = (group[key], _version(group[key]))
+            else:
+                group.pop(key, None)
 
-    def _note_advance(self, index: int) -> None:
-        group = self._groups[index]
+    def _note_advance(self, index: int, *, idle: bool) -> None:
+        """Remember what the first batch of a group advanced, and hold later ones to it.
+
+        A batch without gradients (``idle``) may leave the group as it is.
+        """
+        before = self._before[index]
         changed = {
-            key: group[key]
-            for key, (_, original, version) in self._before[index].items()
-            if group[key] is not original
-            or (isinstance(original, torch.Tensor) and version_of(original) != version)
+            key: value
+            for key, value in self._groups[index].items()
+            if key != "params" and (key not in before or _touched(value, *before[key]))
         }
         earlier = self._advanced.get(index)
-        if earlier is not None and not _same(earlier, changed):
+        if idle and not changed:
+            return
+        if earlier is None:
+            self._advanced[index] = changed
+        elif not _same(earlier, changed):
             msg = (
-                f"{type(self._optimizer).__name__} accumulates into group fields {sorted(changed)} from the "
-                "parameters it steps, so stepping in batches would change its result. It cannot be swapped."
+                f"{type(self._optimizer).__name__} advances group fields {sorted(earlier.keys() | changed)} by "
+                "the parameters it steps, so stepping in batches would change its result. It cannot be swapped."
             )
             raise UnsupportedOptimizerError(msg)
-        if changed:
-            self._advanced[index] = {key: private_copy(value) for key, value in changed.items()}
 
 
-def _fields(group: Group) -> dict[str, tuple[object, object, int]]:
-    """Per field: a copy to restore from, the object itself, and its version if it is a tensor."""
-    return {
-        key: (private_copy(value), value, version_of(value) if isinstance(value, torch.Tensor) else 0)
-        for key, value in group.items()
-        if key != "params"
-    }
+def _fields(group: Group) -> dict[str, tuple[object, int]]:
+    """Per field: the object itself, and its version if it is a tensor."""
+    return {key: (value, _version(value)) for key, value in group.items() if key != "params"}
+
+
+def _version(value: object) -> int:
+    return version_of(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _touched(value: object, original: object, version: int) -> bool:
+    return value is not original or _version(value) != version
 
 
 def private_copy(value: object) -> object:
