@@ -156,6 +156,11 @@ class _Job:
     environ: dict[str, str]
     timeout_secs: float
 
+    @property
+    def longest_life_secs(self) -> float:
+        """Longer than any run: until then its runner has ended it."""
+        return STARTUP_SECS + 2 * self.timeout_secs
+
     def log_path(self, rank: int) -> Path:
         return self.scratch / f"rank{rank}.log"
 
@@ -272,8 +277,8 @@ def _rank_main(rank: int, job: _Job, channel: Connection) -> None:
             store=dist.FileStore(str(job.scratch / "store"), job.world_size),
             rank=rank,
             world_size=job.world_size,
-            # Longer than the run: a hang is for the runner to report, with stacks.
-            timeout=timedelta(seconds=2 * job.timeout_secs),
+            # A hang is for the runner to report, with stacks.
+            timeout=timedelta(seconds=job.longest_life_secs),
         )
         dist.barrier()  # A peer that fails in its first line must not look like a rendezvous that failed.
         channel.send((_Told.STARTED, b""))
@@ -300,4 +305,4 @@ def _settle(log: Path, job: _Job) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # A rank whose runner was killed ends too.
-    faulthandler.dump_traceback_later(STARTUP_SECS + 2 * job.timeout_secs, exit=True)
+    faulthandler.dump_traceback_later(job.longest_life_secs, exit=True)
