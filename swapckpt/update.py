@@ -102,7 +102,8 @@ class BatchedUpdate:
             self._note_advance(index, idle=all(param.grad is None for param in params))
 
     def _put_back(self, index: int) -> None:
-        """Undo what an earlier batch advanced, on copies: the group's own tensors keep the advanced values."""
+        """Undo what an earlier batch advanced, on copies: the group's own tensors keep what they advanced
+        to."""
         group, pristine = self._groups[index], self._pristine[index]
         for key in self._advanced.get(index, ()):
             if key in pristine:
@@ -129,8 +130,9 @@ class BatchedUpdate:
             self._advanced[index] = changed
         elif not _same(earlier, changed):
             msg = (
-                f"{type(self._optimizer).__name__} advances group fields {sorted(earlier.keys() | changed)} by "
-                "the parameters it steps, so stepping in batches would change its result. It cannot be swapped."
+                f"{type(self._optimizer).__name__} advances group fields {sorted(earlier.keys() | changed)} "
+                "by the parameters it steps, so stepping in batches would change its result. It cannot be "
+                "swapped."
             )
             raise UnsupportedOptimizerError(msg)
 
