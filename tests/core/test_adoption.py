@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import io
+import subprocess
+import sys
 import warnings
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -258,7 +260,7 @@ def test_group_counters_advance_once_a_step_in_groups_without_parameters_too() -
 def test_what_accumulates_over_parameters_is_refused_in_the_step_that_shows_it() -> None:
     twins = Twins(Recipe(cls=Accumulating), SwapConfig(swap_times=4))
     twins.set_gradients()
-    with pytest.raises(StepError, match=r"Accumulating accumulates into group fields \['total'\]") as caught:
+    with pytest.raises(StepError, match=r"Accumulating advances group fields \['total'\]") as caught:
         twins.swapped.step()
     assert isinstance(caught.value.__cause__, UnsupportedOptimizerError)
     assert twins.swap.phase is Phase.FAILED
@@ -507,3 +509,60 @@ def test_reading_state_in_a_post_hook_sees_mirrors() -> None:
     twins.step(2)
     assert seen[0] == seen[1]
     assert seen[2] == seen[3]
+
+
+FORK = """
+import os, torch, swapckpt
+from swapckpt.errors import PhaseError
+
+def train(optimizer, params):
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+def in_a_child(run):
+    child = os.fork()
+    if child == 0:
+        run()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+params = [torch.nn.Parameter(torch.ones(40, 50)) for _ in range(3)]
+optimizer = swapckpt.swap_optimizer(torch.optim.AdamW(params))
+
+def fresh():
+    train(optimizer, params)
+    train(optimizer, params)
+
+in_a_child(fresh)
+assert not optimizer.state
+train(optimizer, params)
+before = [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+def refused():
+    saved = optimizer.state_dict()
+    for call in (lambda: train(optimizer, params), lambda: optimizer.load_state_dict(saved)):
+        try:
+            call()
+        except PhaseError as error:
+            assert "in a forked process" in str(error)
+        else:
+            raise AssertionError
+    swapckpt.swap_optimizer(swapckpt.release(optimizer))
+    for _ in range(3):
+        train(optimizer, params)
+    assert all(float(state["step"]) == 4 for state in optimizer.state.values())
+
+in_a_child(refused)
+after = [value for state in optimizer.state.values() for value in state.values()]
+assert all(map(torch.equal, before, after))
+train(optimizer, params)
+print("done")
+"""
+
+
+def test_a_forked_child_does_not_write_into_the_mirrors_of_its_parent() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

@@ -162,7 +162,7 @@ def test_in_place_edits_after_a_redirect_are_not_lost(policy: str) -> None:
 
 def test_a_load_passes_the_gate_too() -> None:
     twins, gate = start("thread", everyone)
-    swapped_state(twins.swapped)._gate = gate
+    swapped_state(twins.swapped).gate = gate
     saved = {key: value for key, value in twins.swapped.state_dict().items() if key != "state"}
     state = {
         index: {key: value.clone() for key, value in twins.swapped.state[param].items()}
