@@ -1,8 +1,8 @@
 """FSDP2 training that may be killed at any moment and goes on with whatever number of ranks it gets.
 
-It resumes from the newest checkpoint under ``--checkpoints``, trains to ``--last`` and saves after every step.
-``--kill-in STEP`` plays the accident: rank 1 dies by SIGKILL between backward and ``optimizer.step()``. Rank 0
-prints a digest of all parameters and optimizer state after every load and save::
+It resumes from the newest checkpoint under ``--checkpoints``, trains to ``--last`` and saves after every
+step. ``--kill-in STEP`` plays the accident: rank 1 dies by SIGKILL between ``backward()`` and
+``optimizer.step()``. Rank 0 prints a digest of all parameters and state after every load and save::
 
     torchrun --nproc-per-node 2 fsdp2_resume.py --checkpoints /tmp/run --last 4 --kill-in 3
     torchrun --nproc-per-node 3 fsdp2_resume.py --checkpoints /tmp/run --last 4

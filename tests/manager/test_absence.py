@@ -1,4 +1,4 @@
-"""State that was never created stays absent through every kind of checkpoint: zeros are not the same thing."""
+"""State that was never created stays absent through every kind of checkpoint: zeros are not the same."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ a run that did five steps and never wrote.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-Make = "Callable[[Net], Optimizer]"
-
 
 class StockOptimizer:
     """An optimizer as stock torch saves and loads it: the recipe of its documentation."""
@@ -36,10 +34,10 @@ class StockOptimizer:
         self.model, self.optimizer = model, optimizer
         self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=self.options)
 
 
@@ -107,7 +105,7 @@ def test_adamw_in_every_direction(tmp_path: Path, writer: str, reader: str, flat
     assert_same_bits(exchange(tmp_path, make, writer=writer, reader=reader, flat=flat), uninterrupted(make))
 
 
-@pytest.mark.parametrize("writer, reader", [("stock", "swapped"), ("swapped", "stock")])
+@pytest.mark.parametrize(("writer", "reader"), [("stock", "swapped"), ("swapped", "stock")])
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, "tensor_lr", "two_groups"])
 def test_every_optimizer_between_stock_and_swapped(
     tmp_path: Path, kind: str, writer: str, reader: str
@@ -117,7 +115,7 @@ def test_every_optimizer_between_stock_and_swapped(
 
 
 @pytest.mark.parametrize(
-    "writer, reader", [("stock", "swapped"), ("swapped", "stock"), ("swapped", "swapped")]
+    ("writer", "reader"), [("stock", "swapped"), ("swapped", "stock"), ("swapped", "swapped")]
 )
 def test_bf16_parameters(tmp_path: Path, writer: str, reader: str) -> None:
     make = make_named("AdamW")

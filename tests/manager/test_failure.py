@@ -111,9 +111,8 @@ def test_accept_parameters_clears_the_failure_in_one_call(
 
 def test_recovery_without_a_load_recovers_nothing(failed: tuple[Net, Flaky, swapckpt.StateManager]) -> None:
     _, optimizer, manager = failed
-    with manager.recovery():
-        with pytest.raises(PhaseError):
-            optimizer.step()
+    with manager.recovery(), pytest.raises(PhaseError):
+        optimizer.step()
     with pytest.raises(StateFailedError, match="the update failed"):
         manager.state_dict()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_a_setting_that_the_state_dict_lacks_keeps_its_value() -> None:
     """A newer torch adds settings; files of an older one do not have them."""
     model, optimizer, manager = build(CONFIG)
     train(model, optimizer, steps=range(1))
-    state = manager.state_dict()
+    state: dict[str, Any] = manager.state_dict()
     for group in state["param_groups"]:
         del group["maximize"]
     optimizer.param_groups[0]["maximize"] = True
@@ -143,3 +143,15 @@ def test_one_group_is_split_but_two_with_different_settings_are_not_merged() -> 
     assert one.optimizers["optimizer"].param_groups[0]["lr"] == 0.3
     two.load_state_dict(one.state_dict())
     assert [group["lr"] for group in two.optimizers["optimizer"].param_groups] == [0.3, 0.3]
+
+
+def test_settings_are_copies() -> None:
+    """A list among the settings must not be shared with the state dict it came from."""
+    model = Net()
+    optimizer = torch.optim.AdamW([{"params": model.parameters(), "milestones": [1, 2]}])
+    manager = swapckpt.StateManager(model, optimizer, CONFIG)
+    saved: dict[str, Any] = manager.state_dict()
+    saved["param_groups"][0]["milestones"] = [3, 4]
+    manager.load_state_dict(saved)
+    saved["param_groups"][0]["milestones"].append(5)
+    assert optimizer.param_groups[0]["milestones"] == [3, 4]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -29,11 +29,11 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model)
+    return cast("nn.Module", torch.compile(model))
 
 
-def compiled_blocks(model: nn.Module) -> nn.Module:
-    model.blocks[1] = torch.compile(model.blocks[1])
+def compiled_blocks(model: Net) -> nn.Module:
+    model.blocks[1] = compiled(model.blocks[1])
     return model
 
 
@@ -43,7 +43,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def checkpointed_and_compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(checkpointed(model))
+    return compiled(checkpointed(model))
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
@@ -89,9 +89,9 @@ def test_a_users_own_module_attribute_is_not_taken_for_a_wrapper() -> None:
             self.module = nn.Linear(2, 2, bias=False)
 
     model = Pair()
-    assert [names for names in named_parameters(model).values()] == [("module.weight",)]
+    assert list(named_parameters(model).values()) == [("module.weight",)]
     nested = nn.DataParallel(model)
-    assert [names for names in named_parameters(nested).values()] == [("module.weight",)]
+    assert list(named_parameters(nested).values()) == [("module.weight",)]
 
 
 # ------------------------------------------------------------------ tied parameters
@@ -126,7 +126,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: range) -> N
 def test_tied_parameters_are_saved_once(flat: bool) -> None:
     model = Tied()
     manager = swapckpt.StateManager(model, torch.optim.AdamW(model.parameters()), CONFIG, flat=flat)
-    exported = manager.state_dict()
+    exported: dict[str, Any] = manager.state_dict()
     state = exported if flat else exported["state"]
     names = (
         {key.removeprefix("state.").rpartition(".")[0] for key in state if key.startswith("state.")}
@@ -193,9 +193,10 @@ def test_tied_parameters_between_stock_and_swapped() -> None:
     steps(model, optimizer, range(2))
     other.load_state_dict(model.state_dict())
     stock = get_optimizer_state_dict(model, optimizer)
-    assert stock["state"].keys() == manager.state_dict()["state"].keys()
+    exported: dict[str, Any] = manager.state_dict()
+    assert stock["state"].keys() == exported["state"].keys()
     # A copy, for torch would keep the very tensors it is given.
-    set_optimizer_state_dict(other, other_optimizer, copy.deepcopy(manager.state_dict()))
+    set_optimizer_state_dict(other, other_optimizer, copy.deepcopy(exported))
     steps(model, optimizer, range(2, 4))
     steps(other, other_optimizer, range(2, 4))
     assert_same_bits(contents(other, other_optimizer), contents(model, optimizer))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 import swapckpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from torch.optim import Optimizer
 
 CONFIG = swapckpt.SwapConfig(min_numel=1, swap_times=3)
 """Swaps every tensor, step counters too, in more than one batch."""
@@ -22,7 +23,7 @@ DEFAULT_CONFIG = swapckpt.SwapConfig(swap_times=3, min_numel=8)
 
 
 class Net(nn.Module):
-    """A chain of blocks; ``spare`` is used only when asked for, so its parameters can go without gradients."""
+    """A chain of blocks; ``spare`` is used only when asked for, so it can go without gradients."""
 
     def __init__(self, width: int = 6, *, depth: int = 2, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
