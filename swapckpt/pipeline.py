@@ -15,6 +15,7 @@ of one stream for the event of another. Three more orders are not between operat
 from __future__ import annotations
 
 from contextlib import suppress
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 from swapckpt.errors import StepError, SwapCkptError, TransferError
@@ -68,12 +69,17 @@ class Pipeline:
                 self._submit(op, state=state, update=update)
             self._drain()
         except BaseException as error:
+            # The frames that failed hold views of staging, and the error, which may be kept, holds the frames.
+            clear_frames(error.__traceback__)
             if op is None or not isinstance(error, Exception):
                 self._fail(op, state)
                 raise
             failed, cause = self._culprit(op, error)
             self._fail(op, state)
-            raise StepError(self._describe(failed, cause)) from cause
+            try:
+                raise StepError(self._describe(failed, cause)) from cause
+            finally:
+                del cause  # it holds this frame: in a cycle all of it would stay until a collection
         self._ring.close(release=self._config.release_staging)
 
     def _begin(self) -> None:

@@ -22,7 +22,7 @@ from tests import simaccel as sim
 from tests.core.training import always, shifting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SHAPES = ((40, 50), (7,), (64, 32), (2000,), (), (1, 1200), (33, 65))
 NUM_STEPS = 4
@@ -418,6 +418,30 @@ def test_a_step_that_fails_before_any_update_changes_nothing() -> None:
     assert not differences(training.values(), expected[2])
 
 
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    """Memory is given back when the last reference goes, not by the next collection of garbage."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("nth", [1, 5, 9])  # a load, an offload, a load after updates
+@pytest.mark.usefixtures("_no_collection")
+def test_a_failed_step_holds_no_device_memory_even_while_its_error_is_kept(nth: int) -> None:
+    training = Training(EQUAL).adopt()
+    training.step()
+    training.set_gradients()
+    allocated = sim.memory().allocated_nbytes
+    Injection.COPY.arm(nth)
+    with pytest.raises(StepError, match="injected") as kept:
+        training.optimizer.step()
+    assert kept.value.__traceback__ is not None
+    assert sim.memory().allocated_nbytes == allocated
+
+
+@pytest.mark.usefixtures("_no_collection")
 @pytest.mark.parametrize("injection", [Injection.PIN, Injection.COPY], ids=str)
 def test_a_failing_adoption_leaves_the_optimizer_as_it_was(injection: Injection) -> None:
     expected = unswapped(FAILING)
@@ -426,7 +450,6 @@ def test_a_failing_adoption_leaves_the_optimizer_as_it_was(injection: Injection)
         sim.reset()
         training = Training(FAILING)
         training.step()
-        gc.collect()
         allocated = sim.memory().allocated_nbytes
         injection.arm(nth)
         try:
