@@ -125,7 +125,7 @@ class Ranks:
             time.sleep(_WATCH_SECS)
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
-        for process in self._processes:
+        for process in [process for process in self._processes if process.returncode is None]:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if is_complete(folder):
             for process in self._processes:
