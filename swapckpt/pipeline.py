@@ -69,7 +69,7 @@ class Pipeline:
                 self._submit(op, state=state, update=update)
             self._drain()
         except BaseException as error:
-            # The frames that failed hold views of staging, and the error, which may be kept, holds the frames.
+            # The frames that failed hold views of staging; the error, which may be kept, holds the frames.
             clear_frames(error.__traceback__)
             if op is None or not isinstance(error, Exception):
                 self._fail(op, state)
