@@ -38,8 +38,8 @@ class SwapConfig:
         swap_times: Number of batches a step is divided into (>= 1; clamped to the number of parameters).
             More batches: less staging memory, more per-batch overhead.
         state_keys: State keys to swap (for example ``("exp_avg",)``), or None for every eligible tensor.
-            A key that the optimizer never creates is an error at the end of the first step.
-        min_numel: State tensors with fewer local elements stay on the device (>= 0).
+            A key that the optimizer does not create is an error at adoption.
+        min_numel: State tensors with fewer local elements stay where torch put them (>= 0).
         packed: Move one contiguous run per batch (True) or one copy per tensor (False).
         staging_buffers: Device buffers the batches travel through (>= 2). The device holds at most
             ``staging_buffers`` x the largest batch of state during a step.
@@ -47,8 +47,9 @@ class SwapConfig:
             device memory. False keeps them allocated: a little faster, ``staging_buffers`` batches held.
         spare_nbytes: Host memory that offloads may be redirected into while a snapshot reads the mirrors
             (>= 0 bytes; None: twice the largest batch). 0 makes every such offload wait for the reader.
-        timeout_secs: Bound of every wait for a copy (> 0). A copy that takes longer raises
-            :class:`~swapckpt.errors.TransferTimeoutError`.
+        timeout_secs: Bound of every wait (> 0): for a copy (then
+            :class:`~swapckpt.errors.TransferTimeoutError`) and for the reader of a snapshot (then
+            :class:`~swapckpt.errors.LeaseTimeoutError`).
 
     Raises:
         ConfigError: A value is outside its range.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import runpy
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import swapckpt
+from swapckpt import errors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -83,6 +87,42 @@ def test_the_examples_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_the_readme_has_an_example_that_runs() -> None:
     assert any(block.language == "python" and block.runs for block in blocks_of(PAGES[0].read_text()))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_to_files_and_notes_that_exist(path: Path) -> None:
+    links = re.findall(r"\[([^\]]*|`\[.*?\]`)\]\((?!https?:|#)([^)#]+)", path.read_text())
+    missing = [target for _, target in links if not (path.parent / target).exists()]
+    assert missing == []
+    notes = [(text.strip("`"), path.parent / target) for text, target in links if "[Note:" in text]
+    assert [note for note, target in notes if note not in target.read_text()] == []
+
+
+def test_troubleshooting_has_every_error_with_a_message_its_cause_and_what_to_do() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    _, *parts = re.split(r"^##+ (.*)$", page, flags=re.MULTILINE)
+    sections = {title.strip("`"): text for title, text in zip(parts[::2], parts[1::2], strict=True)}
+    ours = [each for each in vars(errors).values() if isinstance(each, type)]
+    names = {each.__name__ for each in ours if issubclass(each, errors.SwapCkptError)}
+    assert names - sections.keys() == set()
+    assert {title for title in sections if title.endswith("Error")} - names == set()
+    for name in names:
+        text = sections[name]
+        assert "**Cause.**" in text, name
+        assert "**What to do.**" in text, name
+        assert "```text" in text or "Not raised yet." in text, name
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference.md").read_text()
+    assert [
+        name for name in swapckpt.__all__ if not re.search(rf":: (swapckpt\.)?{name}$", page, re.MULTILINE)
+    ] == []
+
+
+def test_the_figure_of_a_step_is_what_its_plan_gives() -> None:
+    script = runpy.run_path(str(ROOT / "docs/draw_step.py"))
+    assert script["PATH"].read_text() == script["draw"](script["PLAN"]), "run: python docs/draw_step.py"
 
 
 PAGE = """\
