@@ -6,9 +6,11 @@ import ctypes
 import errno
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import simaccel as sim
 
@@ -78,6 +80,40 @@ def test_a_kernel_does_not_read_host_memory() -> None:
             maximize=False,
             is_first_step=False,
         )
+
+
+class Watch(TorchDispatchMode):
+    """Notes the device of every tensor that an operator is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.seen += [(str(func), arg.device.type) for arg in args if isinstance(arg, torch.Tensor)]
+        return func(*args, **kwargs or {})
+
+
+def test_a_dispatch_mode_does_not_see_what_the_device_does_inside() -> None:
+    sim.use(sim.LAZY)
+    device = torch.zeros(2, device="sim")
+    device.add_(1)
+    with Watch() as watch:
+        device.mul_(2)
+        torch.accelerator.synchronize()
+    assert watch.seen == [("aten.mul_.Tensor", "sim")]
+    assert sim.peek(device).tolist() == [2, 2]
+
+
+def test_copies_between_devices_wait_for_both() -> None:
+    sim.use(sim.LAZY)
+    here = torch.zeros(2, device="sim:0").fill_(1)
+    there = torch.zeros(2, device="sim:1")
+    there.copy_(here)
+    assert there.tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="same device"):
+        there.add_(here)
 
 
 def test_random_numbers_are_drawn_in_program_order() -> None:
