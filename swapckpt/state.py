@@ -11,6 +11,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -149,6 +150,22 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _unshared(
+    batch: Batch, fresh: Sequence[tuple[ParamState, str, Tensor]]
+) -> list[tuple[ParamState, str, Tensor]]:
+    """Those that share no memory with each other, a parameter or a gradient: mirrors would part them."""
+    if not fresh:
+        return []
+    uses = Counter(_address(value) for _, _, value in fresh)
+    for entry in batch.active:
+        uses.update(_address(each) for each in (entry.param, entry.param.grad) if each is not None)
+    return [each for each in fresh if uses[_address(each[2])] == 1]
+
+
+def _address(tensor: Tensor) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
 
 
 def tensor_spec(local: Tensor) -> TensorSpec:
@@ -310,7 +327,7 @@ class StateTable:
                     continue
                 if ineligibility(value, key=key, config=self._config, device=self._device) is None:
                     fresh.append((entry, key, value))
-        created = self._reserve_for(batch, fresh)
+        created = self._reserve_for(batch, _unshared(batch, fresh))
         batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
         return replaced + created
 
