@@ -10,6 +10,7 @@
 | ``_wrapped_by_lr_sched``, ``_opt_called`` | the marks of a scheduler's wrapper of ``step`` |
 | ``filesystem._StorageInfo`` | where an item lies, as DCP's ``.metadata`` has it | 2.11 - 2.14 |
 | ``metadata._MEM_FORMAT_ENCODING`` | how DCP's ``.metadata`` writes a memory format | 2.11 - 2.14 |
+| ``TorchDispatchMode``, ``OpOverload._schema`` | which tensors an operation reads and writes |
 | ``_init_optim_state`` (by name) | the fake step of DCP's state-dict helpers |
 
 All of them exist in torch 2.11 to 2.14; a test checks the installed one.
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +42,7 @@ __all__ = [
     "DTensor",
     "DTensorSpec",
     "MemoryFormatEncoding",
+    "OperationWatch",
     "StepFunction",
     "StorageInfo",
     "called_by_fake_step",
@@ -87,6 +90,12 @@ class StepFunction(Protocol):
     """A ``step`` function, unbound: the optimizer is the first argument."""
 
     def __call__(self, *args: object, **kwargs: object) -> object: ...
+
+
+class OperationSeen(Protocol):
+    """Called for every tensor that an operation reads or writes."""
+
+    def __call__(self, tensor: Tensor, what: str, /, *, is_write: bool) -> None: ...
 
 
 class _StepWrapper(Protocol):
@@ -151,3 +160,31 @@ def called_by_fake_step(max_depth: int = 12) -> bool:
         if frame.f_code.co_name in ("_init_optim_state", "init_optim_state"):
             return True
     return False
+
+
+class OperationWatch(TorchDispatchMode):
+    """Tells ``seen`` of every tensor that torch's operations of the calling thread read or write.
+
+    ``seen(local, name of the operation, is_write=...)``; views are no access.
+    """
+
+    def __init__(self, seen: OperationSeen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(  # type: ignore[explicit-any] # OpOverload is generic over any signature
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        del types
+        kwargs = kwargs or {}
+        for index, argument in enumerate(() if func.is_view else func._schema.arguments):  # noqa: SLF001
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self._seen(local_of(tensor), str(func), is_write=is_write)
+        return func(*args, **kwargs)

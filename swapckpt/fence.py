@@ -112,7 +112,8 @@ class LeasingGate:
             if not self._changed.wait_for(lambda: segment not in self._num_readers, self._timeout_secs):
                 msg = (
                     f"A snapshot still reads a segment of {segment.nbytes:,} bytes after "
-                    f"{self._timeout_secs} s, and the spare memory ({self.spare_nbytes:,} of {self._budget():,} bytes) is used up. "
+                    f"{self._timeout_secs} s, and the spare memory ({self.spare_nbytes:,} of "
+                    f"{self._budget():,} bytes) is used up. "
                     "Release snapshots before stepping, or raise SwapConfig.spare_nbytes."
                 )
                 raise LeaseTimeoutError(msg)

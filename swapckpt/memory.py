@@ -97,7 +97,9 @@ class HostArena:
         if own_slab:
             return HostSegment(self._new_slab(layout.nbytes), 0, layout)
         if self._slab is None or self._used_nbytes + layout.nbytes > self._slab.nbytes:
-            ahead_nbytes = min(max(self.reserved_nbytes, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
+            # A quarter: segments of a first step come batch by batch, and pinned memory ahead of them is
+            # held.
+            ahead_nbytes = min(max(self.reserved_nbytes // 4, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
             self._slab = self._new_slab(max(layout.nbytes, ahead_nbytes))
             self._used_nbytes = 0
         segment = HostSegment(self._slab, self._used_nbytes, layout)
@@ -162,7 +164,6 @@ class StagingSlot:
 
     buffer: Tensor | None = None  # uint8 on the device
     created: list[Tensor] = field(default_factory=list)  # state made by the update, on its way to the host
-    created_nbytes: int = 0
     shadowed: list[CopyPair] = field(default_factory=list)  # packed small state; not swapped, not accounted
     done: Event | None = None  # the offload that last read buffer and created
 
@@ -205,14 +206,13 @@ class StagingRing:
     def hold(self, slot: StagingSlot, tensor: Tensor) -> None:
         """Keep a state tensor that the update created alive, and accounted, until its offload is done."""
         slot.created.append(tensor)
-        slot.created_nbytes += tensor.nbytes
-        self._device.ledger.hold_device(tensor.nbytes)
+        self._device.hold(tensor)
 
     def _drop_created(self, slot: StagingSlot) -> None:
+        for tensor in slot.created:
+            self._device.drop(tensor)
         slot.created.clear()
         slot.shadowed = []
-        self._device.ledger.drop_device(slot.created_nbytes)
-        slot.created_nbytes = 0
 
     def close(self, *, release: bool) -> None:
         """After every offload has been waited for: drop created state and (``release``) all buffers."""

@@ -34,7 +34,7 @@ from swapckpt.errors import (
     StepError,
     listing,
 )
-from swapckpt.fence import LeasingGate
+from swapckpt.fence import Gate, LeasingGate
 from swapckpt.layouts import Incoming
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
@@ -78,7 +78,7 @@ class Swap:
         self.names: dict[Tensor, tuple[str, ...]] = {param: (name,) for param, name in names.items()}
         self.arena = HostArena(device)
         self.table = StateTable(config, self.arena, device.device)
-        self.gate = LeasingGate(
+        self.gate: Gate = LeasingGate(
             partial(self.arena.allocate, own_slab=True),
             spare_nbytes=partial(_spare_budget_nbytes, config, self.table),
             timeout_secs=config.timeout_secs,
@@ -271,6 +271,13 @@ class Swap:
             optimizer.state.update(before)
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
+
+
+def guard_with(optimizer: Optimizer, gate: Gate) -> None:
+    """Put another gate in front of the mirrors of an adopted optimizer."""
+    swap = swap_of(optimizer)
+    swap.gate = swap.pipeline.gate = gate
+    swapped_state(optimizer).gate = gate
 
 
 def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:

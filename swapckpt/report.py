@@ -74,7 +74,7 @@ class SwapReport:
 def format_nbytes(nbytes: float) -> str:
     """``1.5 GiB``: three significant digits, binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
+        if abs(nbytes) < 999.5:  # 1000 to 1023 would need four digits
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.3g} TiB"

@@ -292,7 +292,7 @@ class SwappedState(StateView):
         gate: Gate,
     ) -> None:
         super().__init__(optimizer, step, names)
-        self._table, self._config, self._gate = table, config, gate
+        self._table, self._config, self.gate = table, config, gate
         self.templates_bound = False
 
     def params(self) -> Iterator[tuple[int, Tensor]]:
@@ -401,7 +401,7 @@ class SwappedState(StateView):
     def _pass_gate(self, entry: ParamState) -> None:
         batch = self._table.batches[entry.batch]
         for segment in list(batch.segments):
-            target = self._gate.before_overwrite(segment)
+            target = self.gate.before_overwrite(segment)
             if target is not segment:
                 for tensor in batch.tensors:
                     if tensor.segment is segment:

@@ -207,6 +207,12 @@ class AcceleratorDevice:
         # The caller has waited for all copies, so the caching allocator may reuse the memory at once.
         self.ledger.drop_device(buffer.nbytes)
 
+    def hold(self, tensor: Tensor) -> None:
+        self.ledger.hold_device(tensor.nbytes)
+
+    def drop(self, tensor: Tensor) -> None:
+        self.ledger.drop_device(tensor.nbytes)
+
     def pinned_empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -131,7 +131,7 @@ class Device(Protocol):
        ``offload.wait(updated)``; ``offload.copy``; an event is recorded after each.
     3. ``synchronize`` the event of every offload before a mirror counts as written. A device-wide
        synchronize is no proof: after a failed asynchronous copy it can return normally.
-    4. ``release`` the staging buffers. After an error: ``reset``, which waits for both streams.
+    4. ``drop`` what was created and ``release`` the staging buffers. After an error: ``reset``, which waits for both streams.
     """
 
     ledger: Ledger
@@ -171,6 +171,14 @@ class Device(Protocol):
 
     def release(self, buffer: Tensor) -> None:
         """Give a buffer of ``allocate`` back. All work on it must be complete or ordered before compute."""
+        ...
+
+    def hold(self, tensor: Tensor) -> None:
+        """Account for state that an update created on the device, until ``drop``: it is being offloaded."""
+        ...
+
+    def drop(self, tensor: Tensor) -> None:
+        """The created state is needed no more: from here on its memory may be used for something else."""
         ...
 
     def pinned_empty(self, nbytes: int) -> Tensor:

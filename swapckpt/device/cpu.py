@@ -335,6 +335,12 @@ class CpuDevice:
         """Return cached staging buffers to the operating system."""
         self._cache.clear()
 
+    def hold(self, tensor: Tensor) -> None:
+        self.ledger.hold_device(tensor.nbytes)
+
+    def drop(self, tensor: Tensor) -> None:
+        self.ledger.drop_device(tensor.nbytes)
+
     def pinned_empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
