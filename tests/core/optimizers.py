@@ -102,3 +102,29 @@ class Exploding(torch.optim.AdamW):
         if any(param is self.fuse for group in self.param_groups for param in group["params"]):
             raise self.error
         return loss
+
+
+class Aliasing(Optimizer):
+    """Keeps two names for one tensor, its parameter under a name of its own, and the last gradient itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["average"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+                    state["flat"] = state["average"].view(-1)
+                    state["weight"] = param.detach()
+                    state["largest"] = torch.zeros_like(param)
+                state["average"].add_(param.grad)
+                state["last"] = param.grad
+                torch.maximum(state["largest"], state["last"], out=state["largest"])
+                param.add_(state["flat"].view_as(param), alpha=-group["lr"])
+                param.add_(state["weight"].mean() + state["largest"], alpha=-group["lr"])

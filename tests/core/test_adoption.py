@@ -28,7 +28,7 @@ from swapckpt.errors import (
     UnsupportedOptimizerError,
 )
 from swapckpt.optimizer import Phase, SwapMixin, swap_of
-from tests.core.optimizers import Accumulating, Averaging, Replacing
+from tests.core.optimizers import Accumulating, Aliasing, Averaging, Replacing
 from tests.core.training import Recipe, Twins, bits, gradient, same_bits, shifting
 
 if TYPE_CHECKING:
@@ -247,6 +247,27 @@ def test_an_optimizer_of_a_user(cls: type[Optimizer], steps_before: int, policy:
         twins.step()
         twins.check()
         assert twins.device.ledger.device_nbytes == 0
+
+
+@pytest.mark.parametrize("policy", ["inline", "lazy", "random"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_state_that_shares_memory_stays_where_it_is(steps_before: int, policy: str) -> None:
+    """A mirror for each name would part them: what is written through one would not show in the other."""
+    twins = Twins(
+        Recipe(cls=Aliasing),
+        SwapConfig(swap_times=4),
+        CpuDevice(policy),
+        steps_before=steps_before,
+        active=shifting,
+    )
+    twins.step(6)
+    twins.check()
+    swapped = {tensor.id.key for tensor in twins.swap.table.tensors()}
+    assert "largest" in swapped
+    assert not swapped & {"average", "flat", "weight"}
+    for param, state in twins.swapped.state.items():
+        assert state["flat"].data_ptr() == state["average"].data_ptr()
+        assert state["weight"].data_ptr() == param.data_ptr()
 
 
 def test_group_counters_advance_once_a_step_in_groups_without_parameters_too() -> None:
