@@ -90,6 +90,28 @@ class ParamState:
     )  # small state that was loaded and goes to the device next step
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours in a segment and in staging, which one copy moves. ``first`` knows the segment: a redirect
+    replaces it."""
+
+    first: StateTensor
+    region: Region
+    staging_offset_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What place() worked out; it holds for every step that moves the same tensors."""
+
+    tensors: list[StateTensor]
+    runs: list[Run]
+    nbytes: int  # of staging
+
+
+NOTHING_PLACED = Placement([], [], 0)
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
     """Parameters that are stepped together, and the host segments their state lies in."""
@@ -101,6 +123,7 @@ class Batch:
     tensors: list[StateTensor] = field(default_factory=list)
     active: list[ParamState] = field(default_factory=list)  # with a gradient in this step
     moving: list[StateTensor] = field(default_factory=list)  # being loaded, updated or offloaded now
+    placement: Placement = NOTHING_PLACED
 
     @property
     def staged_nbytes(self) -> int:
@@ -271,21 +294,23 @@ class StateTable:
         an update creates comes on top and both together are bounded by the batch.
         """
         batch.moving = [tensor for entry in batch.active for tensor in entry.tensors.values()]
+        if batch.moving == batch.placement.tensors:
+            return batch.placement.nbytes
         ranks = {segment: rank for rank, segment in enumerate(batch.segments)}
         end = 0
         for tensor in sorted(batch.moving, key=lambda each: (ranks[each.segment], each.region.offset_nbytes)):
             tensor.staging_offset_nbytes = end
             end = align_up(end + tensor.region.nbytes)
+        batch.placement = Placement(batch.moving, self._runs(batch.moving), end)
         return end
 
     def start_load(self, batch: Batch, buffer: Tensor | None) -> list[CopyPair]:
         """HOST -> LOADING. Returns the copies from the mirrors of active parameters into ``buffer``."""
         if buffer is None or not batch.moving:
             return []
-        pairs = self._runs(batch, buffer)
         for tensor in batch.moving:
             tensor.residency = Residency.LOADING
-        return pairs
+        return [(staged, host) for host, staged in _copies(batch.placement.runs, buffer)]
 
     def to_device(self, batch: Batch, buffer: Tensor | None, state: OptimizerState) -> None:
         """LOADING -> DEVICE. Binds the staging views; the compute stream is ordered after the load."""
@@ -295,11 +320,12 @@ class StateTable:
         for entry in batch.active:
             values = state[entry.param] if entry.tensors else {}
             for key, tensor in entry.tensors.items():
-                dtype = tensor.spec.dtype
+                spec = tensor.spec
+                dtype, itemsize = spec.dtype, spec.dtype.itemsize
                 if dtype not in typed:
-                    typed[dtype] = buffer[: buffer.nbytes - buffer.nbytes % dtype.itemsize].view(dtype)
-                begin = tensor.staging_offset_nbytes // dtype.itemsize
-                local = typed[dtype].as_strided(tensor.spec.shape, tensor.spec.stride, begin)
+                    typed[dtype] = buffer[: buffer.nbytes - buffer.nbytes % itemsize].view(dtype)
+                begin = tensor.staging_offset_nbytes // itemsize
+                local = typed[dtype].as_strided(spec.shape, spec.stride, begin)
                 tensor.bound = values[key] = wrap_local(local, tensor.placement)
                 tensor.residency = Residency.DEVICE
 
@@ -333,7 +359,11 @@ class StateTable:
 
     def start_offload(self, batch: Batch, buffer: Tensor | None) -> list[CopyPair]:
         """DEVICE -> OFFLOADING. Returns the copies from staging, and from created state, into the mirrors."""
-        pairs = self._runs(batch, buffer, reverse=True) if buffer is not None else []
+        pairs: list[CopyPair] = []
+        if buffer is not None:
+            staged = [tensor for tensor in batch.moving if tensor.source is None]
+            known = staged == batch.placement.tensors
+            pairs += _copies(batch.placement.runs if known else self._runs(staged), buffer)
         for tensor in batch.moving:
             if tensor.source is not None:
                 pairs.append((tensor.segment.bytes(tensor.region), byte_view(tensor.source)))
@@ -407,6 +437,7 @@ class StateTable:
     @staticmethod
     def _drop(batch: Batch, tensor: StateTensor) -> None:
         batch.tensors.remove(tensor)
+        batch.placement = NOTHING_PLACED  # it would keep the mirror's memory
         if all(other.segment is not tensor.segment for other in batch.tensors):
             batch.segments.remove(tensor.segment)
 
@@ -446,16 +477,22 @@ class StateTable:
             entry.tensors[key] = tensor
         return created + reserved
 
-    def _runs(self, batch: Batch, buffer: Tensor, *, reverse: bool = False) -> list[CopyPair]:
-        """Copies between segments and their places in the staging buffer, for what lies in staging."""
-        pairs: list[CopyPair] = []
-        moving = [tensor for tensor in batch.moving if tensor.source is None]
-        moving.sort(key=attrgetter("staging_offset_nbytes"))
-        for segment, tensors in groupby(moving, key=attrgetter("segment")):
-            first = {tensor.region.offset_nbytes: tensor for tensor in tensors}
-            regions = [tensor.region for tensor in first.values()]
-            for run in coalesce(regions) if self._config.packed else regions:
-                host = segment.bytes(run)
-                staged = buffer.narrow(0, first[run.offset_nbytes].staging_offset_nbytes, run.nbytes)
-                pairs.append((host, staged) if reverse else (staged, host))
-        return pairs
+    def _runs(self, tensors: Iterable[StateTensor]) -> list[Run]:
+        """What lies in staging, in as few copies as the settings and the gaps between regions allow."""
+        runs = []
+        ordered = sorted(tensors, key=attrgetter("staging_offset_nbytes"))
+        for _, neighbours in groupby(ordered, key=attrgetter("segment")):
+            at = {tensor.region.offset_nbytes: tensor for tensor in neighbours}
+            regions = [tensor.region for tensor in at.values()]
+            for region in coalesce(regions) if self._config.packed else regions:
+                first = at[region.offset_nbytes]
+                runs.append(Run(first, region, first.staging_offset_nbytes))
+        return runs
+
+
+def _copies(runs: Iterable[Run], buffer: Tensor) -> list[CopyPair]:
+    """Per run its bytes on the host, and in staging."""
+    return [
+        (run.first.segment.bytes(run.region), buffer.narrow(0, run.staging_offset_nbytes, run.region.nbytes))
+        for run in runs
+    ]
