@@ -50,7 +50,7 @@ class HostSlab:
     def alias(self, offset_nbytes: int, spec: TensorSpec) -> Tensor:
         """A tensor over this memory with a storage of exactly ``spec.nbytes``."""
         if spec.numel == 0:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
         flat = torch.frombuffer(self.owner, dtype=spec.dtype, count=spec.numel, offset=offset_nbytes)
         return flat.as_strided(spec.shape, spec.stride)
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
     from swapckpt.device import Device
     from swapckpt.state import Batch
@@ -85,7 +86,8 @@ class Swap:
         )
         self.pipeline = Pipeline(self.table, device, config=config, gate=self.gate)
         self.incoming: Incoming | None = None
-        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
+        self.load_hooks: list[RemovableHandle] = []
         self._subsets: list[list[tuple[int, list[Tensor]]]] = []
         self._known_groups: list[list[Tensor]] = []
         self._budget_nbytes = 0
@@ -188,6 +190,15 @@ class Swap:
         if subsets:
             subsets[0] |= {group: [] for group in range(len(optimizer.param_groups)) if group not in used}
         return [sorted(subset.items()) for subset in subsets]
+
+    def hook_loads(self, optimizer: Optimizer) -> None:
+        """Be last before torch loads and first after it, so that hooks of others see whole state."""
+        for hook in self.load_hooks:
+            hook.remove()
+        self.load_hooks = [
+            Optimizer.register_load_state_dict_pre_hook(optimizer, _strip),
+            Optimizer.register_load_state_dict_post_hook(optimizer, _restore, prepend=True),
+        ]
 
     # ------------------------------------------------------------------ the step
 
@@ -315,10 +326,41 @@ class SwapMixin(Optimizer):
         return self._swap.step(self, closure)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add a group; its parameters become new batches with the next step."""
+        """Add a group; its parameters become new batches with the next step.
+
+        Raises:
+            AdoptionError: The parameters are on another device than the others. The group is not added.
+        """
         super().add_param_group(param_group)
-        if "_swap" in self.__dict__:
-            self._swap.sync_params(self)
+        if "_swap" not in self.__dict__:
+            return
+        home = self._swap.device.device
+        devices = {param.device for param in self.param_groups[-1]["params"]} - {home}
+        if devices:
+            self.param_groups.pop()
+            msg = f"The new parameters are on {sorted(map(str, devices))}, the optimizer's are on {home}."
+            raise AdoptionError(msg)
+        self._swap.sync_params(self)
+
+    def register_load_state_dict_pre_hook(
+        self,
+        hook: Callable[[Optimizer, dict[str, object]], dict[str, object] | None],
+        prepend: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> RemovableHandle:
+        """As torch's. Every hook sees the whole state dict."""
+        handle = super().register_load_state_dict_pre_hook(hook, prepend)
+        self._swap.hook_loads(self)
+        return handle
+
+    def register_load_state_dict_post_hook(
+        self,
+        hook: Callable[[Optimizer], None],
+        prepend: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> RemovableHandle:
+        """As torch's. Every hook sees the loaded state."""
+        handle = super().register_load_state_dict_post_hook(hook, prepend)
+        self._swap.hook_loads(self)
+        return handle
 
     def __reduce__(self) -> tuple[object, ...]:
         # A class made at run time has no importable name: pickle the original class and adopt again.
@@ -446,11 +488,8 @@ def swap_optimizer(
     )
     if scheduled:
         optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign]
-    swap.hooks = [
-        optimizer.register_load_state_dict_pre_hook(_strip),
-        optimizer.register_load_state_dict_post_hook(_restore, prepend=True),
-        optimizer.register_state_dict_pre_hook(_refuse_export),
-    ]
+    swap.hooks = [optimizer.register_state_dict_pre_hook(_refuse_export)]
+    swap.hook_loads(optimizer)
     try:
         _probe(optimizer)
     except AdoptionError:
@@ -529,7 +568,7 @@ def release(optimizer: Optimizer) -> Optimizer:
         values = optimizer.state.get(entry.param, {})
         for key, tensor in entry.tensors.items():
             values[key] = _on_device(tensor.mirror, swap.device.device)
-    for hook in swap.hooks:
+    for hook in (*swap.hooks, *swap.load_hooks):
         hook.remove()
     del optimizer.__dict__["_swap"], optimizer.__dict__["_swapped_state"]
     optimizer.__class__ = swap.original_class

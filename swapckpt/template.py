@@ -122,7 +122,7 @@ def _standin_sizes(param: Tensor) -> list[int]:
 def _standin(param: Tensor) -> Tensor:
     sizes = _standin_sizes(param)
     order = _dim_order(param.stride(), param.shape)
-    dense = torch.zeros([sizes[dim] for dim in order], dtype=param.dtype)
+    dense = torch.zeros([sizes[dim] for dim in order], dtype=param.dtype, device="cpu")
     return dense.permute([order.index(dim) for dim in range(len(order))]).detach().requires_grad_()
 
 

@@ -214,7 +214,7 @@ class AcceleratorDevice:
         self.ledger.drop_device(tensor.nbytes)
 
     def pinned_empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register_host(self, slab: Tensor) -> Callable[[], None] | None:
         registrar = _REGISTRARS.get(self._torch_device.type)

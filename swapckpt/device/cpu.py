@@ -312,7 +312,7 @@ class CpuDevice:
     def allocate(self, nbytes: int) -> Tensor:
         buffer = self._from_cache(nbytes)
         if buffer is None:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._poison:
             buffer.fill_(POISON_BYTE)
         self.ledger.hold_device(nbytes)
@@ -342,7 +342,7 @@ class CpuDevice:
         self.ledger.drop_device(tensor.nbytes)
 
     def pinned_empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def register_host(self, slab: Tensor) -> Callable[[], None]:
         del slab
