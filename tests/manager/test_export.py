@@ -284,3 +284,15 @@ def test_an_optimizer_may_be_adopted_and_released_under_its_manager() -> None:
         assert state["head.weight"]["exp_avg"] is live
         manager.load_state_dict(manager.state_dict())
         assert optimizer.state[model.head.weight]["exp_avg"] is live
+
+
+@pytest.mark.parametrize("config", [CONFIG, None])
+def test_templates_stay_where_they_are_when_a_group_is_added(config: swapckpt.SwapConfig | None) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.blocks.parameters())
+    manager = swapckpt.StateManager(model, optimizer, config)
+    before = {path: tensor.data_ptr() for path, tensor in tensors_in(manager.state_dict())}
+    optimizer.add_param_group({"params": model.head.parameters()})
+    after = {path: tensor.data_ptr() for path, tensor in tensors_in(manager.state_dict())}
+    assert len(after) == len(before) + 6
+    assert before.items() <= after.items()

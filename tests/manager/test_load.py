@@ -240,3 +240,38 @@ def test_own_export_loads_into_itself_unchanged(kind: str) -> None:
     before = contents(model, optimizer)
     manager.load_state_dict(manager.state_dict())
     assert_same_bits(contents(model, optimizer), before)
+
+
+class Particular(torch.optim.AdamW):
+    """Steps only parameters of the sizes it was made for, so no stand-in tells what its state will be."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> object:
+        sizes = {param.numel() for group in self.param_groups for param in group["params"]}
+        if not sizes <= {72, 12, 36, 6, 18, 3}:
+            error = f"unexpected sizes {sizes}"
+            raise ValueError(error)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("config", [CONFIG, None], ids=["swapped", "managed"])
+def test_state_that_cannot_be_told_beforehand_is_exported_after_a_step_and_loaded_before_one(
+    config: swapckpt.SwapConfig | None,
+) -> None:
+    def make() -> tuple[Net, Optimizer, swapckpt.StateManager]:
+        model = Net()
+        optimizer = Particular(model.parameters())
+        return model, optimizer, swapckpt.StateManager(model, optimizer, config)
+
+    model, optimizer, source = make()
+    with pytest.raises(swapckpt.errors.UnsupportedOptimizerError, match="Step once before exporting"):
+        source.state_dict()
+    assert not optimizer.state
+    train(model, optimizer, steps=range(2), use_spare=lambda _: True)
+
+    other, other_optimizer, target = make()
+    other.load_state_dict(model.state_dict())
+    target.load_state_dict(source.state_dict())
+    train(model, optimizer, steps=range(2, 4), use_spare=lambda _: True)
+    train(other, other_optimizer, steps=range(2, 4), use_spare=lambda _: True)
+    assert_same_bits(contents(other, other_optimizer), contents(model, optimizer))
