@@ -371,6 +371,14 @@ def test_s3_refuses_a_second_commit_by_itself(s3_bucket: str) -> None:
     assert read_bytes(files, "m") == b"2"
 
 
+def test_a_folder_does_not_list_itself(s3_bucket: str) -> None:
+    files = remote(f"{s3_bucket}/marked")
+    fsspec.filesystem("s3").touch("checkpoints/marked/")  # consoles make such an object for "a folder"
+    files.put("m", b"1")
+    assert [entry.name for entry in files.entries("")] == ["m"]
+    assert files.entries("m") == []
+
+
 def test_a_store_without_conditions_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     files = remote("memory://weak")
     files.put("m", b"1")
