@@ -105,7 +105,6 @@ def test_troubleshooting_has_every_error_with_a_message_its_cause_and_what_to_do
     ours = [each for each in vars(errors).values() if isinstance(each, type)]
     names = {each.__name__ for each in ours if issubclass(each, errors.SwapCkptError)}
     assert names - sections.keys() == set()
-    assert {title for title in sections if title.endswith("Error")} - names == set()
     for name in names:
         text = sections[name]
         assert "**Cause.**" in text, name

@@ -133,5 +133,5 @@ def default_device() -> str:
 
 
 def default_ranks(device: str) -> int:
-    """Two, or one where the machine has a single accelerator of this type."""
-    return 2 if device == "cpu" else min(2, torch.accelerator.device_count())
+    """Two, or one where the machine has no more accelerators of this type (or none: then that is refused)."""
+    return 2 if device == "cpu" else max(1, min(2, torch.accelerator.device_count()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swapckpt.demo.config import DemoConfig
+from swapckpt.demo.config import DemoConfig, default_ranks
 from swapckpt.demo.records import Finished, Saved, Saving, Started, Stepped, TrainConfig, decode, encode
 from swapckpt.errors import ConfigError
 
@@ -32,6 +32,11 @@ from swapckpt.errors import ConfigError
 def test_setting_outside_its_range_is_refused(field: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         replace(DemoConfig(), **{field: value})
+
+
+def test_a_device_that_is_not_there_is_refused_as_such_and_not_for_its_ranks() -> None:
+    with pytest.raises(ConfigError, match="device must be"):
+        replace(DemoConfig(), device="abacus", ranks=default_ranks("abacus"))
 
 
 def test_kill_is_in_a_save_that_happens_and_has_one_before_it() -> None:
