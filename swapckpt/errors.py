@@ -117,3 +117,7 @@ class CorruptCheckpointError(SwapCkptError, ValueError):
 
 class UnsafePickleError(SwapCkptError, ValueError):
     """A pickle asks for a global that is not on the allow list. Nothing of it was run."""
+
+
+class ReleasedStorageError(SwapCkptError, RuntimeError):
+    """A tensor to be saved has no memory behind it any more. Nothing of this save is visible."""

@@ -61,16 +61,15 @@ def _records(data: bytes, *, origin: str) -> dict[str, bytes]:
     """All records of an archive by their name below its folder, each checked against its CRC-32."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return {
-                info.filename.partition("/")[2]: archive.read(info) for info in _plain(archive, len(data))
-            }
+            infos = _bounded(archive, len(data))
+            return {info.filename.partition("/")[2]: archive.read(info) for info in infos}
     # zipfile meets damage with whatever it runs into: struct.error, OSError, NotImplementedError, ...
     except Exception as error:
         raise CorruptCheckpointError(f"{origin} is not a readable archive ({error!r}).") from error
 
 
 def _bounded(archive: zipfile.ZipFile, nbytes: int) -> list[zipfile.ZipInfo]:
-    """The entries, unless they are compressed or overlap so that they would unfold to more than ``nbytes``."""
+    """The entries, unless they would unfold to more than ``nbytes`` (compressed, or over the same bytes)."""
     infos = archive.infolist()
     if sum(info.file_size for info in infos) > nbytes:
         raise zipfile.BadZipFile("its records are larger than it is")
