@@ -28,6 +28,7 @@ from swapckpt.errors import (
     UnsupportedOptimizerError,
 )
 from swapckpt.optimizer import Phase, SwapMixin, swap_of
+from swapckpt.plan import Region, TensorSpec, lay_out
 from tests.core.optimizers import Accumulating, Aliasing, Averaging, Replacing
 from tests.core.training import Recipe, Twins, bits, gradient, same_bits, shifting
 
@@ -587,3 +588,80 @@ def test_a_forked_child_does_not_write_into_the_mirrors_of_its_parent() -> None:
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=False
     )
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_the_default_device_of_torch_does_not_matter(default: str) -> None:
+    """Scripts set it to their accelerator; buffers, mirrors and stand-ins are where they have to be."""
+    twins = Twins(ADAMW, SwapConfig(swap_times=3))
+    manager = swapckpt.StateManager(nn.ParameterList(twins.params), twins.swapped)
+    with torch.device(default):
+        assert manager.state_dict()["state"]
+        twins.swapped.step()  # without gradients
+    twins.set_gradients()
+    twins.plain.step()
+    with torch.device(default):
+        assert torch.empty(1).device.type == default
+        swapckpt.release(twins.swapped)
+        swapckpt.swap_optimizer(twins.swapped, SwapConfig(swap_times=3))
+    twins.swapped.step()
+    twins.set_gradients()
+    twins.plain.step()
+    with torch.device(default):
+        swap = swap_of(twins.swapped)
+        buffer = swap.device.allocate(64)
+        assert buffer.device.type == "cpu"
+        swap.device.release(buffer)
+        assert swap.device.pinned_empty(8).device.type == "cpu"
+        assert swap.arena.allocate(lay_out([64, 0])).mirror(Region(0, 0), EMPTY).device.type == "cpu"
+    twins.swapped.step()
+    twins.check()
+
+
+EMPTY = TensorSpec((0, 3), (3, 1), torch.float32)
+
+
+def test_a_group_on_another_device_is_not_added() -> None:
+    twins = Twins(ADAMW, SwapConfig(swap_times=3))
+    twins.step()
+    with pytest.raises(AdoptionError, match=r"new parameters are on \['meta'\], the optimizer's are on cpu"):
+        twins.swapped.add_param_group({"params": parameters(device="meta")})
+    twins.step()
+    twins.check()
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize("adopted_first", [False, True])
+def test_hooks_of_a_load_see_the_whole_state(adopted_first: bool, prepend: bool) -> None:
+    twins = Twins(ADAMW, SwapConfig(swap_times=3))
+    twins.step(2)
+    saved = copy.deepcopy(twins.swapped.state_dict())
+    saved["state"] = {
+        index: {("first_moment" if key == "exp_avg" else key): value for key, value in values.items()}
+        for index, values in saved["state"].items()
+    }
+    seen: list[int] = []
+
+    def rename(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        del optimizer
+        state = {
+            index: {("exp_avg" if key == "first_moment" else key): value for key, value in values.items()}
+            for index, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def look(optimizer: Optimizer) -> None:
+        seen.append(sum("exp_avg" in values for values in optimizer.state.values()))
+
+    if not adopted_first:
+        swapckpt.release(twins.swapped)
+    twins.swapped.register_load_state_dict_pre_hook(rename, prepend)
+    twins.swapped.register_load_state_dict_post_hook(look, prepend)
+    if not adopted_first:
+        swapckpt.swap_optimizer(twins.swapped, SwapConfig(swap_times=3))
+    for param in twins.params:
+        twins.swapped.state[param]["exp_avg"].zero_()
+    twins.swapped.load_state_dict(saved)
+    twins.check()
+    assert seen == [len(twins.params)]
+    assert len(twins.swap.load_hooks) == 2
