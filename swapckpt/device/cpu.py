@@ -13,11 +13,13 @@ import threading
 import time
 import weakref
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from swapckpt.device.base import CopyPair, Event, Ledger
@@ -26,11 +28,14 @@ from swapckpt.trace import Span, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
 POISON_BYTE = 0xFF  # NaN in every floating-point format
+PIECE_NBYTES = 16 << 20
+"""Copies of at least two pieces are shared among threads."""
 
 
 class Policy(Enum):
@@ -238,8 +243,31 @@ class CpuStream:
 
 
 def _copy(pairs: Sequence[CopyPair]) -> None:
+    """Copy on the calling thread, what is large in pieces on several.
+
+    NumPy's copy is one memmove: up to twice as fast as one thread of ``Tensor.copy_``, and it starts no team
+    of OpenMP threads for each stream. Pieces use the cores while nothing else runs beside a large copy, as in
+    the first load and the last offload of a step.
+    """
+    pieces: list[Future[None]] = []
     for destination, source in pairs:
-        destination.copy_(source)
+        target, origin = destination.numpy(), source.numpy()
+        if target.nbytes < 2 * PIECE_NBYTES:
+            np.copyto(target, origin)
+            continue
+        for begin in range(0, target.nbytes, PIECE_NBYTES):
+            piece = slice(begin, begin + PIECE_NBYTES)
+            pieces.append(_copiers(os.getpid()).submit(np.copyto, target[piece], origin[piece]))
+    wait(pieces)  # all of them, before the first failure is raised: none may write afterwards
+    for future in pieces:
+        future.result()
+
+
+@cache
+def _copiers(pid: int) -> ThreadPoolExecutor:
+    """Threads that both streams share. A forked child has none of its parent's, so it makes its own."""
+    del pid
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="swapckpt-copy")
 
 
 class _CompleteEvent:

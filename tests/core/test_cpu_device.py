@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from swapckpt.device import CpuDevice, Policy, device_for
+from swapckpt.device import CpuDevice, Policy, cpu, device_for
 from swapckpt.device.cpu import POISON_BYTE, CpuStream
 from swapckpt.errors import TransferError, TransferTimeoutError
 
@@ -235,9 +235,41 @@ def test_an_error_reaches_every_event_that_covers_it_and_no_earlier_one(policy: 
 def test_a_copy_that_fails_keeps_its_cause(policy: Policy) -> None:
     device = CpuDevice(policy)
     device.load.copy([(buffer(8), buffer(4))])
-    with pytest.raises(TransferError, match=r"load stream failed: .*must match") as caught:
+    with pytest.raises(TransferError, match=r"load stream failed: .*shape") as caught:
         device.compute().wait(device.load.record())
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "PIECE_NBYTES", 8)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("nbytes", [15, 16, 17, 203])
+def test_a_large_copy_is_whole(policy: Policy, nbytes: int) -> None:
+    source, middle, target = (
+        torch.randint(1, 200, (nbytes,), dtype=torch.uint8),
+        buffer(nbytes),
+        buffer(nbytes),
+    )
+    device = CpuDevice(policy)
+    device.load.copy([(middle, source)])
+    device.offload.wait(device.load.record())
+    device.offload.copy([(target, middle)])
+    device.offload.record().synchronize(FOREVER_SECS)
+    assert torch.equal(target, source)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_piece_that_fails_fails_its_copy(policy: Policy) -> None:
+    device = CpuDevice(policy)
+    device.load.copy([(buffer(64), buffer(62))])
+    assert str(raised_by(device.load.record())).startswith(
+        "A copy on the load stream failed: could not broadcast"
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -365,9 +397,10 @@ def test_an_idle_worker_keeps_no_tensor_alive() -> None:
 
 FORK = """
 import os, threading, torch
-from swapckpt.device import CpuDevice
+from swapckpt.device import CpuDevice, cpu
 
-device, target = CpuDevice("thread"), torch.zeros(4, dtype=torch.uint8)
+cpu.PIECE_NBYTES = 1  # so that the copies below are large, and use every thread there may be
+device, target = CpuDevice("thread"), torch.zeros(64, dtype=torch.uint8)
 device.load.copy([(target, target + 1)])
 device.load.record().synchronize(60)
 held, release = threading.Event(), threading.Event()
@@ -385,7 +418,7 @@ for value in range(2, 5):
     device.load.copy([(target, torch.full_like(target, value))])
     device.offload.wait(device.load.record())
     device.offload.record().synchronize(60)
-    assert target.tolist() == [value] * 4
+    assert target.tolist() == [value] * 64
 if child == 0:
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
