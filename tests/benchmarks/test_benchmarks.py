@@ -1,0 +1,43 @@
+"""Every benchmark runs at quick size, fits a terminal and says what it measured; no figure is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks
+
+ROOT = Path(benchmarks.__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_there_are_benchmarks_and_they_are_listed() -> None:
+    assert {"load", "overhead", "schedule", "step"} <= set(NAMES)
+    assert [line.split()[0] for line in run("benchmarks").splitlines()[2:]] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quick_run_prints_a_table_and_writes_its_ratios(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "results" / "ratios.json"
+    printed = run(f"benchmarks.{name}", "--quick", "--json", str(path))
+    assert max(map(len, printed.splitlines())) <= 80
+    content = json.loads(path.read_text())
+    assert list(content) == ["ratios"]
+    assert content["ratios"]
+    for label, ratio in content["ratios"].items():
+        assert set(ratio) == {"value", "goal", "better"}, label
+        assert math.isfinite(ratio["value"]), label
+        assert ratio["value"] > 0, label
+        assert ratio["goal"] > 0, label
+        assert ratio["better"] in ("lower", "higher"), label
+        assert label in printed
