@@ -97,10 +97,10 @@ class HostArena:
         if own_slab:
             return HostSegment(self._new_slab(layout.nbytes), 0, layout)
         if self._slab is None or self._used_nbytes + layout.nbytes > self._slab.nbytes:
-            # A quarter: segments of a first step come batch by batch, and pinned memory ahead of them is
-            # held.
+            # Ahead of need only a quarter of what is held, and in whole segments of this size: pinned memory
+            # that no segment fits into would be held for nothing.
             ahead_nbytes = min(max(self.reserved_nbytes // 4, _MIN_SLAB_NBYTES), _MAX_SLAB_NBYTES)
-            self._slab = self._new_slab(max(layout.nbytes, ahead_nbytes))
+            self._slab = self._new_slab(max(1, ahead_nbytes // max(1, layout.nbytes)) * layout.nbytes)
             self._used_nbytes = 0
         segment = HostSegment(self._slab, self._used_nbytes, layout)
         self._used_nbytes = align_up(self._used_nbytes + layout.nbytes)

@@ -59,6 +59,7 @@ class Phase(Enum):
 
     IDLE = "idle"  # everything; the device holds no swapped state
     STEPPING = "stepping"  # nothing; state is travelling
+    READING = "being read"  # only a load; DCP writes into the mirrors, and whatever else comes says it failed
     LOADING = "loading"  # nothing; a state dict is being written into the mirrors
     FAILED = "failed"  # only a load inside recovery(); parameters and state may be torn
 
@@ -102,6 +103,8 @@ class Swap:
             StateFailedError: The state is torn and no recovery is under way.
             PhaseError: A step or load is running.
         """
+        if self.phase is Phase.READING:
+            self.fail(StateFailedError("a checkpoint was read into the state, and the load did not finish"))
         if self.phase is Phase.FAILED and not self.recovering:
             msg = (
                 f"Cannot {action}: an earlier step or load failed midway ({self.failure}). Parameters and "
@@ -127,6 +130,12 @@ class Swap:
             )
             raise PhaseError(msg)
         self._pid = os.getpid()
+
+    def begin(self, phase: Phase) -> None:
+        """READING or LOADING: the mirrors are overwritten from now on."""
+        if self.failure is not None:
+            self.device.reset()  # a copy that was given up may come late: not over what is loaded now
+        self.phase = phase
 
     def fail(self, error: BaseException) -> None:
         """Parameters or state are torn; the first cause is kept."""
@@ -208,6 +217,9 @@ class Swap:
         self.require_own_mirrors("step")
         if self.phase is Phase.FAILED:
             msg = "Cannot step inside recovery(): restore parameters and state first, then leave it."
+            raise PhaseError(msg)
+        if self.device.is_capturing():
+            msg = "Cannot step while a graph is captured: replaying it would not swap. Step outside the capture."
             raise PhaseError(msg)
         view = swapped_state(optimizer)
         if self._is_fake_step(optimizer):
@@ -624,11 +636,9 @@ def _restore(optimizer: Optimizer) -> None:
 def load_into(swaps: Sequence[Swap], restore: Callable[[], None]) -> None:
     """Run ``restore`` in Phase LOADING: IDLE after it, FAILED if it raises."""
     for swap in swaps:
-        if swap.phase is Phase.FAILED:
-            swap.device.reset()  # a copy that was given up may come late: not over what is loaded now
         swap.require_own_mirrors("load")
     for swap in swaps:
-        swap.phase = Phase.LOADING
+        swap.begin(Phase.LOADING)
     try:
         restore()
     except BaseException as error:

@@ -11,7 +11,7 @@ import time
 import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -50,6 +50,13 @@ class DeviceModule(Protocol):
     def Event(self, *, enable_timing: bool = False) -> NativeEvent: ...  # noqa: N802 - torch's name
     def current_stream(self, device: torch.device) -> NativeStream: ...
     def stream(self, stream: NativeStream) -> AbstractContextManager[None]: ...
+
+
+@runtime_checkable
+class CapturingModule(Protocol):
+    """A device module with graphs (CUDA, NPU)."""
+
+    def is_current_stream_capturing(self) -> bool: ...
 
 
 class AcceleratorEvent:
@@ -110,7 +117,10 @@ class AcceleratorStream:
             for destination, source in pairs:
                 to_device = destination.device.type != "cpu"
                 # Contiguous equals only: anything else is staged through temporaries by the back ends.
-                destination.copy_(source, non_blocking=True)
+                try:
+                    destination.copy_(source, non_blocking=True)
+                except RuntimeError as error:  # of this copy, or of earlier work
+                    raise _reported(self.name, error) from error
                 count = self._ledger.count_load if to_device else self._ledger.count_offload
                 count(destination.nbytes)
 
@@ -197,6 +207,9 @@ class AcceleratorDevice:
 
     def compute(self) -> AcceleratorStream:
         return AcceleratorStream("compute", self.module.current_stream(self._torch_device), self)
+
+    def is_capturing(self) -> bool:
+        return isinstance(self.module, CapturingModule) and self.module.is_current_stream_capturing()
 
     def allocate(self, nbytes: int) -> Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)

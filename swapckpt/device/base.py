@@ -161,6 +161,10 @@ class Device(Protocol):
         """The stream on which the calling thread's kernels run now."""
         ...
 
+    def is_capturing(self) -> bool:
+        """True while the compute stream is captured into a graph: a replay would not swap."""
+        ...
+
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 device buffer, owned by the compute stream.
 

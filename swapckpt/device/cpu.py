@@ -337,6 +337,9 @@ class CpuDevice:
     def compute(self) -> _ComputeStream:
         return _ComputeStream(self)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def allocate(self, nbytes: int) -> Tensor:
         buffer = self._from_cache(nbytes)
         if buffer is None:

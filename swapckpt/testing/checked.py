@@ -113,6 +113,9 @@ class CheckedDevice:
     def is_host(self) -> bool:
         return self._inner.is_host
 
+    def is_capturing(self) -> bool:
+        return self._inner.is_capturing()
+
     def compute(self) -> CheckedStream:
         return CheckedStream(self._inner.compute(), self.detector)
 

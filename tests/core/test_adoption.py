@@ -665,3 +665,23 @@ def test_hooks_of_a_load_see_the_whole_state(adopted_first: bool, prepend: bool)
     twins.check()
     assert seen == [len(twins.params)]
     assert len(twins.swap.load_hooks) == 2
+
+
+def test_a_step_inside_a_graph_capture_is_refused_and_changes_nothing() -> None:
+    class Capturing(CpuDevice):
+        capturing = False
+
+        def is_capturing(self) -> bool:
+            return self.capturing
+
+    device = Capturing()
+    twins = Twins(Recipe(cls=torch.optim.AdamW), device=device)
+    twins.step()
+    device.capturing = True
+    twins.set_gradients()
+    with pytest.raises(PhaseError, match="while a graph is captured"):
+        twins.swapped.step()
+    device.capturing = False
+    twins.swapped.step()
+    twins.plain.step()
+    twins.check()
