@@ -16,6 +16,7 @@ from swapckpt.errors import FqnError, listing
 from swapckpt.fqn import named_parameters
 from swapckpt.layouts import Incoming, flat_layout, nested_layout
 from swapckpt.optimizer import (
+    Phase,
     is_swapped,
     load_into,
     recovery,
@@ -191,11 +192,28 @@ class StateManager:
         with ExitStack() as stack:
             if accept_parameters:
                 stack.enter_context(self.recovery())
-            self._require_idle("load a state dict")
+            for swap in self._swaps():
+                if swap.phase is not Phase.READING:
+                    swap.require_idle("load a state dict")
             self._sync()
             incoming = Incoming.from_layout(state_dict, self._views)
             incoming.check(allow_missing=allow_missing)
             load_into(self._swaps(), incoming.restore)
+
+    def begin_read(self) -> None:
+        """DCP is about to overwrite what ``state_dict()`` handed out. Called by ``StrictLoadPlanner``.
+
+        Until ``load_state_dict()`` ends the load, the state counts as torn: any other call finds that the
+        load did not finish, and everything refuses until ``recovery()``.
+
+        Raises:
+            StateFailedError: An earlier step or load failed (outside ``recovery()``).
+        """
+        self._require_idle("read a checkpoint")
+        for swap in self._swaps():
+            swap.require_own_mirrors("read a checkpoint")
+        for swap in self._swaps():
+            swap.begin(Phase.READING)
 
     def snapshot(self) -> Snapshot:
         """The state of this moment, leased rather than copied: it stays as it is while training goes on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -15,11 +15,26 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan
 
 
+class Destination(Protocol):
+    """What is told that a load overwrites it. A ``StateManager`` is one.
+
+    Call sequence (by the planner, on the thread of ``dcp.load``): ``begin_read()`` once per load, on every
+    rank, after the plans of all ranks were made and before the first byte is read.
+    """
+
+    def begin_read(self) -> None:
+        """Count as torn until the load has finished."""
+        ...
+
+
 class StrictLoadPlanner(DefaultLoadPlanner):
     """Reads only a checkpoint that fits, and says about one that does not everything that is wrong with it.
 
     Stock's planner stops at the first entry it cannot read and casts dtypes without a word (an int64 300
     becomes 44 in an int8 destination). This one is passed to ``dcp.load(..., planner=StrictLoadPlanner())``.
+
+    Reading happens in place. Named here, a ``StateManager`` knows when a read did not finish, and refuses
+    to go on with half of a checkpoint: ``planner=StrictLoadPlanner(manager)``.
 
     DCP gathers the errors of all ranks and raises them, on every rank and in a single process too, wrapped in
     a ``torch.distributed.checkpoint.api.CheckpointException``. That is a ``BaseException``: ``except
@@ -32,6 +47,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
                 print(rank, problem)
 
     Args:
+        destinations: State managers that this load reads into.
         allow_cast: Let DCP cast to the destination's dtype. Values may be rounded or wrap around.
         allow_partial: Leave destinations that the checkpoint does not have as they are. State of a
             ``StateManager`` that was never created stays so, then.
@@ -43,9 +59,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(
-        self, *, allow_cast: bool = False, allow_partial: bool = False, flatten_state_dict: bool = True
+        self,
+        *destinations: Destination,
+        allow_cast: bool = False,
+        allow_partial: bool = False,
+        flatten_state_dict: bool = True,
     ) -> None:
         super().__init__(flatten_state_dict=flatten_state_dict, allow_partial_load=allow_partial)
+        self._destinations = destinations
         self._allow_cast = allow_cast
 
     def create_local_plan(self) -> LoadPlan:
@@ -57,6 +78,13 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             self._raise_problems(cause=error)
             raise
         self._raise_problems(cause=None)
+        return plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Called by DCP on every rank when all ranks have a plan; reading is next."""
+        plan = super().finish_plan(new_plan)
+        for destination in self._destinations:
+            destination.begin_read()
         return plan
 
     def _raise_problems(self, *, cause: Exception | None) -> None:
