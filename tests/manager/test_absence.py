@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -171,11 +171,17 @@ def test_loading_makes_state_absent_that_was_created_since(tmp_path: Path, kind:
     train(model, optimizer, steps=range(2), use_spare=from_step_2)
     dcp.save({"model": model, "optimizer": manager}, checkpoint_id=tmp_path)
     train(model, optimizer, steps=range(2, 5), use_spare=from_step_2)
-    assert optimizer.state[model.spare.weight]
+    mirrors = _pointers(optimizer.state[model.spare.weight])
+    assert mirrors
     dcp.load({"model": model.state_dict(), "optimizer": manager}, checkpoint_id=tmp_path)
     assert model.spare.weight not in optimizer.state
     train(model, optimizer, steps=range(2, 4), use_spare=from_step_2)
     assert_same_bits(contents(model, optimizer), uninterrupted(kind, 4))
+    assert _pointers(optimizer.state[model.spare.weight]) == mirrors  # their memory was kept for this
+
+
+def _pointers(values: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {key: value.data_ptr() for key, value in values.items()}
 
 
 def test_c4_a_stock_file_without_the_parameter_resumes_with_a_partial_load(tmp_path: Path) -> None:
@@ -232,6 +238,20 @@ def test_frozen_parameters_are_not_exported_but_their_state_is_accepted_and_kept
         net.spare.requires_grad_(True)
         train(net, each, steps=range(3, 5), use_spare=lambda _: True)
     assert_same_bits(contents(resumed, resumed_optimizer), contents(model, optimizer))
+
+
+def test_state_of_frozen_parameters_is_checked() -> None:
+    model, optimizer, manager = build("AdamW")
+    train(model, optimizer, steps=range(1), use_spare=lambda _: True)
+    saved: dict[str, Any] = manager.state_dict()
+    saved["state"]["spare.bias"]["exp_avg"] = torch.ones(7)
+    resumed, resumed_optimizer, target = build("AdamW")
+    resumed.spare.requires_grad_(False)
+    with pytest.raises(
+        swapckpt.errors.SchemaError, match=r"spare\.bias\.exp_avg: expected shape \[6\], found \[7\]"
+    ):
+        target.load_state_dict(saved)
+    assert not resumed_optimizer.state
 
 
 # ------------------------------------------------------------------ the mark

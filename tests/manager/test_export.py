@@ -271,19 +271,41 @@ def test_groups_added_later_are_exported(config: swapckpt.SwapConfig | None) -> 
     assert state["blocks.0.up.weight"]["step"] == 2
 
 
+@pytest.mark.parametrize("config", [CONFIG, None])
+def test_changes_behind_the_optimizers_back_are_exported(config: swapckpt.SwapConfig | None) -> None:
+    """A layer that the model got later, put into a group by hand."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.blocks.parameters())
+    manager = swapckpt.StateManager(model, optimizer, config)
+    model.add_module("extra", torch.nn.Linear(2, 2, bias=False))
+    optimizer.param_groups[0]["params"].append(model.extra.weight)
+    state = manager.state_dict()["state"]
+    assert isinstance(state, dict)
+    assert state["extra.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
 def test_an_optimizer_may_be_adopted_and_released_under_its_manager() -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     manager = swapckpt.StateManager(model, optimizer)
-    train(model, optimizer, steps=range(1), use_spare=lambda _: True)
-    for change in (lambda each: swapckpt.swap_optimizer(each, CONFIG), swapckpt.release):
-        change(optimizer)
-        live = optimizer.state[model.head.weight]["exp_avg"]
-        state = manager.state_dict()["state"]
-        assert isinstance(state, dict)
-        assert state["head.weight"]["exp_avg"] is live
-        manager.load_state_dict(manager.state_dict())
-        assert optimizer.state[model.head.weight]["exp_avg"] is live
+    other = Net()
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    train(other, other_optimizer, steps=range(1), use_spare=lambda _: True)
+    saved = get_optimizer_state_dict(other, other_optimizer)
+
+    swapckpt.swap_optimizer(optimizer, CONFIG)
+    manager.load_state_dict(saved)
+    mirrors = {tensor.mirror for tensor in swap_of(optimizer).table.tensors()}
+    assert {value for values in optimizer.state.values() for value in values.values()} == mirrors
+
+    swapckpt.release(optimizer)
+    live = optimizer.state[model.head.weight]["exp_avg"]
+    assert live not in mirrors
+    state = manager.state_dict()["state"]
+    assert isinstance(state, dict)
+    assert state["head.weight"]["exp_avg"] is live
+    manager.load_state_dict(saved)
+    assert optimizer.state[model.head.weight]["exp_avg"] is live
 
 
 @pytest.mark.parametrize("config", [CONFIG, None])
