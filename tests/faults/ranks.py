@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LAST_STEP = 4
 BEFORE = {Action.SAVE: NEW, Action.LOAD: 3}
 """The step a rank has reached when the call begins. Saves save it; loads go back to NEW from it."""
-PEER_SECS = 0.75
+PEER_SECS = 0.4
 """A peer that does not answer for so long has failed. Doubled when that was too short to reach the fault."""
 HANG_SECS = 60.0
 
@@ -68,7 +68,7 @@ class Training:
 
     @classmethod
     def build(cls, config: swapckpt.SwapConfig | None = CONFIG) -> Training:
-        model = Net()
+        model = Net(depth=1)  # fewer system calls to kill at
         if dist.is_initialized():
             for block in model.blocks:
                 fully_shard(block)
@@ -178,7 +178,7 @@ class Fault:
         if cell.kind is Kind.EXCEPTION:
             raise InjectedError(str(cell))
         if cell.kind is Kind.HANG:
-            _wait_for((self.folder / "gave-up").exists)
+            wait_for((self.folder / "gave-up").exists)
         elif cell.kind is Kind.SIGKILL:
             _kill(int((self.folder / f"pid-{cell.rank}").read_text()))
         else:
@@ -199,7 +199,7 @@ class Fault:
         return isinstance(error, InjectedError) or self.cell.kind is Kind.SHORT
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_SECS
     while not condition():
         assert time.monotonic() < deadline, f"waited for {HANG_SECS:g} s"
@@ -216,7 +216,7 @@ def _kill(pid: int) -> None:
             return True
         return False
 
-    _wait_for(is_gone)
+    wait_for(is_gone)
 
 
 @dataclass(slots=True)
