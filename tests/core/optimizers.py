@@ -96,10 +96,14 @@ class Exploding(torch.optim.AdamW):
 
     fuse: Any = None
     error: BaseException = ArithmeticError("boom")
+    leaves_something = False  # state that it has not had before
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        if any(param is self.fuse for group in self.param_groups for param in group["params"]):
+        stepped = [param for group in self.param_groups for param in group["params"]]
+        if any(param is self.fuse for param in stepped):
+            for param in stepped if self.leaves_something else ():
+                self.state[param]["extra"] = torch.zeros_like(param)
             raise self.error
         return loss
 

@@ -250,6 +250,17 @@ def test_an_optimizer_of_a_user(cls: type[Optimizer], steps_before: int, policy:
         assert twins.device.ledger.device_nbytes == 0
 
 
+def test_state_that_changes_its_form_leaves_no_mirrors_behind() -> None:
+    twins = Twins(Recipe(cls=Replacing), SwapConfig(swap_times=4))
+    held = []
+    for _ in range(3):
+        twins.step(6)  # after which it starts over
+        batches = twins.swap.table.batches
+        held.append([(len(batch.segments), len(batch.tensors), batch.staged_nbytes) for batch in batches])
+    assert held[1] == held[2]
+    twins.check()
+
+
 @pytest.mark.parametrize("policy", ["inline", "lazy", "random"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_state_that_shares_memory_stays_where_it_is(steps_before: int, policy: str) -> None:

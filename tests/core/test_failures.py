@@ -158,6 +158,17 @@ def test_s10_the_update_raises(
     assert_recovers(twins, saved, recover)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_s10_state_that_a_failed_update_adds_is_dropped(policy: str) -> None:
+    twins = start(policy)
+    saved = Saved(twins)
+    fuse(twins, 5)
+    twins.swapped.leaves_something = True  # type: ignore[attr-defined]
+    error = fail_a_step(twins)
+    assert_failed_until_recovered(twins, saved, error)
+    assert_recovers(twins, saved, recover_by_manager)
+
+
 @pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_s10_a_load_fails_after_an_update(policy: str, batch: int) -> None:

@@ -60,6 +60,7 @@ def test_dense_floating_point_state_is_swapped(value: torch.Tensor) -> None:
         (shared_storage(), "not dense, or not the only tensor of its storage"),
         (torch.zeros(1).expand(100), "not dense"),
         (torch.zeros(20, 10)[:, ::2], "not dense"),
+        (torch.zeros(100).as_strided((10, 10), (5, 1)), "not dense"),
         (torch.nn.Parameter(torch.zeros(100)), "rules of its own"),
         (torch.zeros(100).as_subclass(Quantised), "a Quantised with rules of its own"),
     ],
