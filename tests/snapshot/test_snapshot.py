@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from swapckpt import SwapConfig
 from swapckpt.device import CpuDevice
 from swapckpt.errors import LeaseTimeoutError, PhaseError, StepError
+from swapckpt.fence import LeasingGate
 from swapckpt.manager import StateManager
 from tests.core.training import Recipe, Twins, always, bits, shifting
 
@@ -36,6 +37,12 @@ def managed(
     twins = Twins(ADAMW, config, CpuDevice(policy, seed=3), **options)
     twins.step(steps)
     return twins, StateManager(nn.ParameterList(twins.params), twins.swapped)
+
+
+def gate_of(twins: Twins) -> LeasingGate:
+    gate = twins.swap.gate
+    assert isinstance(gate, LeasingGate)
+    return gate
 
 
 def tensors(tree: object) -> Iterator[Tensor]:
@@ -83,7 +90,7 @@ def test_mirrors_are_leased_and_not_copied_and_everything_small_is() -> None:
         live = {tensor.data_ptr() for tensor in tensors(manager.state_dict())}
         assert found & live == mirrors
     assert twins.device.ledger.host_nbytes == held
-    assert twins.swap.gate.spare_nbytes == 0
+    assert gate_of(twins).spare_nbytes == 0
 
 
 def test_group_settings_are_those_of_the_moment() -> None:
@@ -105,7 +112,7 @@ def test_a_redirect_makes_the_spare_the_mirror_and_costs_at_most_the_budget() ->
         twins.step()  # two batches are redirected at once, the others wait for the close
         moved = {str(t.id) for t in table.tensors() if t.host.data_ptr() != old[str(t.id)]}
     assert moved
-    assert twins.swap.gate.spare_nbytes <= budget
+    assert gate_of(twins).spare_nbytes <= budget
     twins.check()
     for param, state in twins.swapped.state.items():
         for key, tensor in table.entries[param].tensors.items():
@@ -117,7 +124,7 @@ def test_overlapping_snapshots_share_spares_after_they_end() -> None:
     for _ in range(5):
         with manager.snapshot():
             twins.step()
-    assert twins.swap.gate.spare_nbytes <= sum(batch.staged_nbytes for batch in twins.swap.table.batches)
+    assert gate_of(twins).spare_nbytes <= sum(batch.staged_nbytes for batch in twins.swap.table.batches)
     twins.check()
 
 
@@ -139,7 +146,7 @@ def test_without_spares_a_step_waits_for_the_reader() -> None:
     reader.join()
     assert order[-1] == "stepped"
     assert order.count("released") == 4
-    assert twins.swap.gate.spare_nbytes == 0
+    assert gate_of(twins).spare_nbytes == 0
     twins.check()
 
 
@@ -171,7 +178,7 @@ def test_segments_come_in_the_order_in_which_the_next_step_overwrites_them() -> 
     with manager.snapshot() as snapshot:
         leased = snapshot.segments
         overwritten = []
-        gate = twins.swap.gate
+        gate = gate_of(twins)
         original = gate.before_overwrite
 
         def spy(segment: Any) -> Any:
@@ -267,7 +274,7 @@ class Snapshots(RuleBasedStateMachine):
         if hasattr(self, "twins"):
             assert not self.torn
             self.twins.check()
-            gate, table = self.twins.swap.gate, self.twins.swap.table
+            gate, table = gate_of(self.twins), self.twins.swap.table
             configured = self.twins.swap.config.spare_nbytes
             budget = 2 * table.largest_batch_nbytes if configured is None else configured
             assert gate.spare_nbytes <= budget
