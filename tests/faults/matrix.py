@@ -68,7 +68,7 @@ class Cell:
         if self.phase not in PHASES[self.action]:
             return False
         if self.phase is Phase.COMMIT and self.rank != 0:
-            return self.kind is Kind.SIGKILL  # it only waits for rank 0: nothing of it can fail, but it can die
+            return self.kind is Kind.SIGKILL  # it only waits for rank 0: it cannot fail, but it can die
         return self.kind in FILE_KINDS.get(self.phase, set()) | {Kind.EXCEPTION, Kind.HANG, Kind.SIGKILL}
 
 
@@ -157,15 +157,15 @@ def _visible(cell: Cell) -> Visible | None:
 def table() -> str:
     """All cells in Markdown; those with the same outcome share a line."""
     lines = [
-        "| action, phase | fault | on rank | raised there | on the other | state there | of the other | visible |",
+        "| phase | fault | on rank | raised there | on the other | state there | on the other | visible |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (name, *outcome), ranks_by_kind in _by_outcome().items():
         kinds_by_ranks: dict[tuple[int, ...], list[str]] = {}
         for kind, ranks in ranks_by_kind.items():
             kinds_by_ranks.setdefault(tuple(ranks), []).append(kind.value)
-        for ranks, kinds in kinds_by_ranks.items():
-            where = " or ".join(map(str, ranks))
+        for struck, kinds in kinds_by_ranks.items():
+            where = " or ".join(map(str, struck))
             lines.append(f"| {name} | {', '.join(kinds)} | {where} | {' | '.join(outcome)} |")
     return "\n".join(lines)
 

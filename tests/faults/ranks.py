@@ -12,7 +12,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -170,8 +170,8 @@ class Fault:
 
     def on(self, phase: Phase) -> None:
         cell = self.cell
-        waits_for_commit = cell.phase is Phase.COMMIT and cell.rank != 0  # rank 0 tells when it is time to die
-        struck_here = dist.get_rank() == (0 if waits_for_commit else cell.rank)
+        # Only rank 0 commits: when it does is the time for another one to die.
+        struck_here = dist.get_rank() == (0 if cell.phase is Phase.COMMIT else cell.rank)
         if phase is not cell.phase or self.reached or not struck_here or cell.kind is Kind.SHORT:
             return
         self.reached = True
@@ -230,7 +230,7 @@ class FaultyState:
         self.fault.on(Phase.STAGE)
         return self.manager.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             group["weight_decay"] = _Setting(self.fault, group["weight_decay"])
         self.manager.load_state_dict(state_dict)
@@ -297,6 +297,7 @@ def meet_deadly(root: Path, cell: Cell) -> Seen:
 
 
 def _meet_until_reached(cell: Cell, root: Path, training: Training) -> Seen:
+    seen = None
     for attempt in range(5):
         folder = root / f"{cell}-{attempt}"
         group = None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import DEADLY, NEW, OLD, RANKS, SURVIVABLE, Action, Cell, expected
+from tests.faults.matrix import DEADLY, NEW, OLD, RANKS, SURVIVABLE, Action, Cell, expected, table
 from tests.faults.ranks import Seen, Training, look, meet_all, meet_deadly
 from tests.multirank import RankRunner
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.xdist_group("multirank")
 
@@ -20,6 +17,11 @@ pytestmark = pytest.mark.xdist_group("multirank")
 def met(root: Path) -> list[dict[str, Seen]]:
     """What each rank saw of each cell that all survive. One pair of ranks meets them all."""
     return RankRunner(root, timeout_secs=150)(2, meet_all, root, SURVIVABLE)
+
+
+def test_the_docs_have_the_matrix() -> None:
+    page = Path(__file__).parents[2] / "docs/faults.md"
+    assert table() in page.read_text(), f"put this table into {page}:\n{table()}"
 
 
 @pytest.mark.parametrize("cell", SURVIVABLE, ids=str)

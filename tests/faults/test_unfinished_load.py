@@ -40,8 +40,7 @@ def refuses(training: Training) -> bool:
     try:
         training.manager.state_dict()
     except StateFailedError as error:
-        assert "did not finish" in str(error)
-        return True
+        return "did not finish" in str(error)
     return False
 
 
@@ -95,9 +94,8 @@ def test_what_was_read_and_does_not_fit_stays_failed(root: Path, training: Train
         checkpoint_id=root / f"step-{NEW}",
         planner=swapckpt.StrictLoadPlanner(training.manager),
     )
-    del exported["state"]["head.weight"]
     with pytest.raises(SchemaError):
-        training.manager.load_state_dict(exported)
+        training.manager.load_state_dict({**exported, "state": {}})
     assert refuses(training)
 
 
