@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from torch import optim
 
 from swapckpt import SwapConfig
@@ -12,7 +13,7 @@ from swapckpt.device import CpuDevice
 from swapckpt.errors import StepError
 from swapckpt.fence import OpenGate
 from swapckpt.memory import HostArena
-from swapckpt.optimizer import swapped_state
+from swapckpt.optimizer import guard_with, swapped_state
 from swapckpt.plan import lay_out
 from tests.core.training import Recipe, Twins, bits
 
@@ -55,7 +56,7 @@ def start(policy: str, active: Callable[[int, int], bool], steps: int = 2) -> tu
     twins = Twins(RECIPE, CONFIG, CpuDevice(policy, seed=4), active=active)
     twins.step(steps)
     gate = ScriptedGate(twins.swap.arena)
-    twins.swap.pipeline.gate = gate
+    guard_with(twins.swapped, gate)
     return twins, gate
 
 
@@ -160,9 +161,27 @@ def test_in_place_edits_after_a_redirect_are_not_lost(policy: str) -> None:
     twins.check()
 
 
+def test_state_assigned_from_outside_passes_the_gate_too() -> None:
+    twins, gate = start("thread", one_of_two)
+    guard_with(twins.swapped, gate)
+    aliases, old_segments = mirrors(twins), segments(twins)
+    content = [bits(alias) for alias in aliases]
+    for segment in old_segments:
+        gate.begin_read(segment)
+    for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.swapped)):
+        for param in params:
+            optimizer.state[param]["exp_avg"] = torch.full_like(param, 0.125)
+    twins.step()
+    twins.check()
+    assert [bits(alias) for alias in aliases] == content
+    twins.step(2)
+    twins.check()
+    assert [bits(alias) for alias in aliases] == content
+
+
 def test_a_load_passes_the_gate_too() -> None:
     twins, gate = start("thread", everyone)
-    swapped_state(twins.swapped).gate = gate
+    guard_with(twins.swapped, gate)
     saved = {key: value for key, value in twins.swapped.state_dict().items() if key != "state"}
     state = {
         index: {key: value.clone() for key, value in twins.swapped.state[param].items()}
@@ -212,7 +231,7 @@ def test_state_that_is_created_later_follows_a_redirect(exported: bool) -> None:
             view.values(param)
     twins.step()
     gate = ScriptedGate(twins.swap.arena)
-    twins.swap.pipeline.gate = gate
+    guard_with(twins.swapped, gate)
     old = segments(twins)
     for segment in old:
         gate.begin_read(segment)

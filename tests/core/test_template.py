@@ -161,6 +161,24 @@ def test_parameters_of_one_form_are_described_by_one_small_stand_in() -> None:
     assert max(torch.Size(shape).numel() for shape in seen) < 10
 
 
+def test_an_optimizer_may_treat_a_dimension_of_one_differently() -> None:
+    class ForMatrices(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if min(param.shape) > 1:
+                        self.state[param].setdefault("rows", param.grad.new_zeros(param.shape[0], 1))
+            return super().step(closure)
+
+    params, optimizer = Recipe(cls=ForMatrices, shapes=((6, 5), (1, 5), (5, 1))).build()
+    placed = [
+        (index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]
+    ]
+    templates = describe(optimizer, unhooked_step(optimizer), placed)
+    assert [list(templates[param]) for param in params] == [["rows"], [], []]
+    assert templates[params[0]]["rows"].spec == TensorSpec((6, 1), (1, 1), torch.float32)
+
+
 def test_hooks_do_not_fire_and_group_counters_do_not_advance() -> None:
     params, optimizer = Recipe(cls=Averaging).build()
     fired: list[object] = []
