@@ -19,7 +19,7 @@ BENCHMARKS = $(patsubst benchmarks/%.py,%,$(filter-out benchmarks/_%,$(wildcard 
 # Without bytecode `import torch` takes 6 s instead of 2 s, in every rank and worker.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check format integration bench docs clean
+.PHONY: help setup demo test check format lab integration bench docs clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -69,6 +69,10 @@ check: $(READY) ## lint, format, types, import floors, spelling
 format: $(READY) ## rewrite the sources as `make check` wants them
 	@$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lab: $(READY) ## every mutant with its verdict, and long random runs (minutes)
+	@$(BIN)/python -m tests.lab
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests/lab/test_state_machine.py tests/snapshot -q $(ARGS)
 
 integration: $(READY) ## real processes: torchrun on gloo, the built wheel
 	@$(BIN)/python -m pytest integration $(ARGS)

@@ -219,7 +219,7 @@ class Swap:
             msg = "Cannot step inside recovery(): restore parameters and state first, then leave it."
             raise PhaseError(msg)
         if self.device.is_capturing():
-            msg = "Cannot step while a graph is captured: replaying it would not swap. Step outside the capture."
+            msg = "Cannot step while a graph is captured: replaying it would not swap. Step outside of it."
             raise PhaseError(msg)
         view = swapped_state(optimizer)
         if self._is_fake_step(optimizer):

@@ -131,7 +131,8 @@ class Device(Protocol):
        ``offload.wait(updated)``; ``offload.copy``; an event is recorded after each.
     3. ``synchronize`` the event of every offload before a mirror counts as written. A device-wide
        synchronize is no proof: after a failed asynchronous copy it can return normally.
-    4. ``drop`` what was created and ``release`` the staging buffers. After an error: ``reset``, which waits for both streams.
+    4. ``drop`` what was created and ``release`` the staging buffers. After an error: ``reset``, which waits
+       for both streams.
     """
 
     ledger: Ledger

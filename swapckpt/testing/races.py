@@ -5,7 +5,7 @@ events, submitting work and synchronising carry clocks from one actor to another
 an earlier one if its actor knows the time of the earlier one. The answer does not depend on timing: one run
 of a step, in any schedule, shows a missing wait.
 
-Method: happens-before by vector clocks (Lamport 1978; Mattern 1989), on byte ranges instead of variables.
+Method: happens-before by vector clocks (Lamport, 1978), on byte ranges instead of variables.
 """
 
 from __future__ import annotations

@@ -166,6 +166,15 @@ def a_device_that_hangs_is_not_at_rest() -> None:
     go_on.set()
 
 
+def a_slow_device_is_waited_for() -> None:
+    """reset() returns when a copy that takes its time is done, and not before."""
+    device = CpuDevice("thread", timeout_secs=TIMEOUT_SECS)
+    device.load._submit(lambda: time.sleep(0.1))
+    event = device.load.record()
+    device.reset()
+    assert event.reached()
+
+
 def polling_ends() -> None:
     """A loop that only asks makes progress, also where copies run as late as legal."""
     device = CpuDevice("lazy")
@@ -188,4 +197,5 @@ def run_all() -> None:
     for policy in ("inline", "thread", "lazy"):
         failures_are_seen(policy)
     a_device_that_hangs_is_not_at_rest()
+    a_slow_device_is_waited_for()
     polling_ends()
