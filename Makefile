@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test check format lab integration bench docs clean
 
 help: ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(READY) ## .venv with everything the other targets need (they call this themselves)
 
@@ -74,8 +74,11 @@ lab: $(READY) ## every mutant with its verdict, and long random runs (minutes)
 	@$(BIN)/python -m tests.lab
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests/lab/test_state_machine.py tests/snapshot -q $(ARGS)
 
-integration: $(READY) ## real processes: torchrun on gloo, the built wheel
+integration: $(READY) ## real processes: torchrun on gloo, the built wheel, torch_npu
 	@$(BIN)/python -m pytest integration $(ARGS)
+
+npu: $(READY) ## the published torch_npu on a simulated Ascend runtime
+	@$(BIN)/python -m pytest integration/npu $(ARGS)
 
 bench: $(READY) ## every benchmark at quick size; tables here, JSON into benchmarks/results
 	@[ -n "$(BENCHMARKS)" ] || { echo "no benchmarks under benchmarks/" >&2; exit 1; }
