@@ -150,8 +150,11 @@ def read_bytes(files: Files, path: str) -> bytes:
     return bytes(data)
 
 
-def open_files(url: str | os.PathLike[str]) -> Files:
-    """The folder at a path or URL: :class:`PosixFiles` for local ones, else :class:`FsspecFiles`.
+def open_files(
+    url: str | os.PathLike[str], *, sync: bool = True, drop_page_cache: bool = False, direct: bool = True
+) -> Files:
+    """The folder at a path or URL. The options are those of :class:`~swapckpt.storage.posix.PosixFiles` and
+    mean nothing elsewhere: what an object store has taken is durable.
 
     Raises:
         StorageError: Nothing installed speaks the URL's protocol.
@@ -159,18 +162,18 @@ def open_files(url: str | os.PathLike[str]) -> Files:
     from swapckpt.storage.posix import PosixFiles
 
     location = os.fspath(url)
-    if "://" not in location and "::" not in location:
-        return PosixFiles(location)
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
+    if "://" in location or "::" in location:
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
-    from swapckpt.storage.remote import FsspecFiles
+        from swapckpt.storage.remote import FsspecFiles
 
-    with explained("opening", location):
-        filesystem, path = url_to_fs(location)
-    if isinstance(filesystem, LocalFileSystem):
-        return PosixFiles(path)
-    return FsspecFiles(filesystem, path, url=location)
+        with explained("opening", location):
+            filesystem, path = url_to_fs(location)
+        if not isinstance(filesystem, LocalFileSystem):
+            return FsspecFiles(filesystem, path, url=location)
+        location = path
+    return PosixFiles(location, direct=direct, sync=sync, drop_page_cache=drop_page_cache)
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:

@@ -151,7 +151,7 @@ def payload(tensor: Tensor, *, name: str) -> Iterator[memoryview]:
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         yield bytes_of(tensor)
         return
-    for slab in _slabs(tensor):
+    for slab in slabs(tensor):
         yield bytes_of(slab.resolve_conj().resolve_neg().cpu().contiguous())
 
 
@@ -162,7 +162,7 @@ def _span(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _slabs(tensor: Tensor) -> Iterator[Tensor]:
+def slabs(tensor: Tensor) -> Iterator[Tensor]:
     """Consecutive parts in row-major order, of about ``SLAB_NBYTES``."""
     if tensor.nbytes <= SLAB_NBYTES or not tensor.dim():
         yield tensor
@@ -170,7 +170,7 @@ def _slabs(tensor: Tensor) -> Iterator[Tensor]:
     row_nbytes = tensor.nbytes // len(tensor)
     if row_nbytes > SLAB_NBYTES:
         for row in tensor:
-            yield from _slabs(row)
+            yield from slabs(row)
         return
     yield from torch.split(tensor, SLAB_NBYTES // row_nbytes)
 

@@ -1,0 +1,154 @@
+"""A committed checkpoint, opened: metadata read safely, compared with the manifest and the files' lengths."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, listing
+from swapckpt.storage.commit import MANIFEST, SAVE_ID, asides, located
+from swapckpt.storage.files import read_bytes
+from swapckpt.storage.manifest import Manifest, load_manifest
+from swapckpt.storage.metadata import ALLOWED, load_metadata
+from swapckpt.storage.metadata import NAME as METADATA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from swapckpt.storage.files import Files
+    from swapckpt.storage.safe_pickle import AllowList
+
+_MANIFEST = re.compile(r"\.swapckpt(-[0-9a-f]{32})?\.json")
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint whose metadata, manifest and file lengths fit each other.
+
+    Attributes:
+        files: The folder that checkpoints are in.
+        folder: Where this one is read from, relative to it.
+        metadata: DCP's.
+        manifest: Ours; None for a checkpoint of stock torch.
+        nbytes: Length of every file, by name.
+    """
+
+    files: Files
+    folder: str
+    metadata: Metadata
+    manifest: Manifest | None
+    nbytes: Mapping[str, int]
+
+    def where(self, name: str) -> str:
+        """A file of this checkpoint, for messages."""
+        return f"{self.files.url}/{self.folder}/{name}"
+
+
+def open_checkpoint(
+    files: Files, name: str, *, allowed: AllowList = ALLOWED, rank: int | None = None
+) -> OpenCheckpoint:
+    """Open checkpoint ``name``.
+
+    Args:
+        files: The folder that checkpoints are in.
+        name: The checkpoint's name in it.
+        allowed: What its metadata may name.
+        rank: Read this rank's own metadata, which stock torch writes with ``use_collectives=False``.
+
+    Raises:
+        CheckpointNotFoundError: It was never committed.
+        CorruptCheckpointError: Files are missing, of the wrong length, or contradict each other.
+        UnsafePickleError: Its metadata asks for code.
+    """
+    folder = name if rank is not None else located(files, name)
+    if folder is None:
+        raise CheckpointNotFoundError(
+            f"{files.url}/{name} is no committed checkpoint: {_instead(files, name)}."
+        )
+    nbytes = {entry.name: entry.nbytes for entry in files.entries(folder)}
+    metadata_name = METADATA if rank is None else f"__{rank}{METADATA}"
+    if rank is not None:
+        _check_ranks(nbytes, where=f"{files.url}/{folder}")
+    data = read_bytes(files, f"{folder}/{metadata_name}")
+    manifest = _find_manifest(files, folder, nbytes, data)
+    origin = f"{files.url}/{folder}/{metadata_name}"
+    metadata = load_metadata(data, origin=origin, allowed=allowed)
+    meta = metadata.storage_meta
+    if manifest is None and meta is not None and (meta.save_id or "").startswith(SAVE_ID):
+        raise CorruptCheckpointError(f"{files.url}/{folder} has lost its manifest, {MANIFEST}.")
+    checkpoint = OpenCheckpoint(files, folder, metadata, manifest, nbytes)
+    _check_lengths(checkpoint)
+    return checkpoint
+
+
+def _find_manifest(files: Files, folder: str, nbytes: Mapping[str, int], metadata: bytes) -> Manifest | None:
+    """The manifest that was written with this metadata; None when there is none at all."""
+    names = sorted(name for name in nbytes if _MANIFEST.fullmatch(name))
+    for name in names:
+        path = f"{folder}/{name}"
+        manifest = load_manifest(read_bytes(files, path), origin=f"{files.url}/{path}")
+        if manifest.describes(metadata):
+            return manifest
+    if names:
+        raise CorruptCheckpointError(
+            f"{files.url}/{folder}/{METADATA} is not what {' or '.join(names)} describes: it is damaged, or "
+            "another checkpoint's."
+        )
+    return None
+
+
+def _check_lengths(checkpoint: OpenCheckpoint) -> None:
+    """Every data file is there, as long as the manifest says and as the metadata needs it to be."""
+    expected: dict[str, int] = {}
+    if checkpoint.manifest is not None:
+        expected = {name: file.nbytes for name, file in checkpoint.manifest.files.items()}
+    needed: dict[str, int] = {}
+    for place in checkpoint.metadata.storage_data.values():
+        end = place.offset + place.length
+        needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+    wrong = []
+    for name, end in needed.items():
+        found = checkpoint.nbytes.get(name)
+        if found is None:
+            wrong.append(f"{name}: missing")
+        elif name in expected and found != expected[name]:
+            wrong.append(f"{name}: {found} bytes, {expected[name]} expected")
+        elif found < end:
+            wrong.append(f"{name}: {found} bytes, at least {end} expected")
+    if wrong:
+        raise CorruptCheckpointError(f"{checkpoint.where('')} has damaged data files:{listing(wrong)}")
+
+
+def _check_ranks(names: Mapping[str, int], *, where: str) -> None:
+    """Metadata of a rank's own knows nothing of the other ranks' parts: with another number of ranks, wrong
+    values would be read without an error."""
+    saved = sum(1 for name in names if _RANK_METADATA.fullmatch(name))
+    if not saved:
+        raise CheckpointNotFoundError(f"{where} has neither {METADATA} nor metadata of ranks.")
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if saved != world_size:
+        raise StorageError(
+            f"{where} was saved by {saved} ranks with use_collectives=False, which only {saved} ranks can "
+            f"load; there are {world_size}."
+        )
+
+
+def _instead(files: Files, name: str) -> str:
+    """What is there in place of a checkpoint."""
+    try:
+        found = [entry.name for entry in files.entries(name)]
+    except FileNotFoundError:
+        found = []
+    if found:
+        return f"its folder has {len(found)} files and no {METADATA}, as a save leaves it that did not finish"
+    try:
+        begun = [other for other in asides(files) if other.name == name]
+    except FileNotFoundError:
+        return f"there is no folder {files.url}"
+    return "a save of it was begun and did not finish" if begun else "nothing has this name"
