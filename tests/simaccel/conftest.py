@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _FOLDER not in item.path.parents or INLINE in os.environ:
             continue
-        if item.get_closest_marker("xdist_group") is None:  # one worker: starting the process takes seconds
+        # One worker: starting the process takes seconds. Tests on ranks have a group already, with all others.
+        if isinstance(item, pytest.Function) and "run_ranks" not in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("simaccel"))
         item.add_marker(pytest.mark.timeout(0))  # the limit holds in the process that runs the test
 
