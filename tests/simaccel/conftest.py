@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _FOLDER not in item.path.parents or INLINE in os.environ:
             continue
-        # One worker: starting the process takes seconds. Tests on ranks have a group already, with all others.
+        # One worker: starting the process takes seconds. Tests on ranks are in the group of ranks already.
         if isinstance(item, pytest.Function) and "run_ranks" not in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("simaccel"))
         item.add_marker(pytest.mark.timeout(0))  # the limit holds in the process that runs the test
