@@ -132,8 +132,9 @@ class Files(Protocol):
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all that is in it. What does not exist is no error."""
 
-    def uploads(self, path: str) -> list[str]:
-        """``path`` and files below it whose upload was begun and neither finished nor aborted."""
+    def uploads(self, path: str) -> list[Entry]:
+        """``path`` and files below it whose upload was begun and neither finished nor aborted; ``name`` is
+        the whole path, ``modified_secs`` when it was begun."""
 
     def abort_uploads(self, path: str) -> None:
         """Give up what :meth:`uploads` lists for ``path``."""

@@ -130,7 +130,7 @@ class PosixFiles:
                 else:
                     where.unlink()
 
-    def uploads(self, path: str) -> list[str]:  # noqa: ARG002 - files are written in place
+    def uploads(self, path: str) -> list[Entry]:  # noqa: ARG002 - files are written in place
         return []
 
     def abort_uploads(self, path: str) -> None: ...

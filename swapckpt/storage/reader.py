@@ -188,7 +188,7 @@ class SwapStorageReader(StorageReader):
             if request.target is not None and request.target.dtype != request.dtype
         }
         if casts and not self._allow_cast:
-            raise SchemaError(f"Values would be converted; pass allow_cast=True to allow it:{listing(casts)}")
+            raise SchemaError(f"Values would be converted; allow_cast=True allows it:{listing(casts)}")
         assert self._checkpoint is not None
         entries = self._checkpoint.metadata.state_dict_metadata
         incomplete = set()
@@ -324,11 +324,11 @@ def _windows(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
     window: list[_Request] = []
     for request in requests:
         start = request.place.offset
-        if window and (
-            start > _end(window[-1]) + SMALL_NBYTES or start - window[0].place.offset > WINDOW_NBYTES
-        ):
-            yield window
-            window = []
+        if window:
+            near = start <= _end(window[-1]) + SMALL_NBYTES
+            if not near or start > window[0].place.offset + WINDOW_NBYTES:
+                yield window
+                window = []
         window.append(request)
     if window:
         yield window

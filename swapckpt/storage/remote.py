@@ -42,7 +42,7 @@ class _S3(Protocol):
     """What s3fs offers beyond fsspec."""
 
     def call_s3(self, method: str, **kwargs: object) -> Mapping[str, object]: ...
-    def list_multipart_uploads(self, bucket: str) -> list[Mapping[str, str]]: ...
+    def list_multipart_uploads(self, bucket: str) -> list[Mapping[str, object]]: ...
     def abort_mpu(self, bucket: str, key: str, upload_id: str) -> None: ...
     def split_path(self, path: str) -> tuple[str, str, str | None]: ...
 
@@ -159,8 +159,8 @@ class FsspecFiles:
             self._fs.invalidate_cache(self._at(path))
             retried(removed, transient=_is_transient)
 
-    def uploads(self, path: str) -> list[str]:
-        return sorted({key for key, _ in self._pending(path)})
+    def uploads(self, path: str) -> list[Entry]:
+        return sorted((entry for entry, _ in self._pending(path)), key=lambda entry: entry.name)
 
     def abort_uploads(self, path: str) -> None:
         s3 = self._s3
@@ -168,11 +168,11 @@ class FsspecFiles:
             return
         bucket = s3.split_path(self._at(""))[0]
         with explained("aborting uploads of", self._named(path)):
-            for key, upload in self._pending(path):
-                s3.abort_mpu(bucket, self._key(key), upload)
+            for entry, upload in self._pending(path):
+                s3.abort_mpu(bucket, self._key(entry.name), upload)
 
-    def _pending(self, path: str) -> list[tuple[str, str]]:
-        """Relative path and id of each unfinished upload below ``path``, or of it."""
+    def _pending(self, path: str) -> list[tuple[Entry, str]]:
+        """Each unfinished upload of ``path`` or below it, and its id."""
         s3 = self._s3
         if s3 is None:
             return []
@@ -180,11 +180,15 @@ class FsspecFiles:
         prefix = f"{root}/" if root else ""
         with explained("listing uploads of", self._named(path)):
             found = s3.list_multipart_uploads(s3.split_path(self._at(""))[0])
-        keys = [(upload["Key"], upload["UploadId"]) for upload in found]
-        below = [(key.removeprefix(prefix), upload) for key, upload in keys]
-        return [
-            (key, upload) for key, upload in below if not path or key == path or key.startswith(f"{path}/")
-        ]
+        pending = []
+        for upload in found:
+            key, begun = str(upload["Key"]), upload.get("Initiated")
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and (not path or name == path or name.startswith(f"{path}/")):
+                begun_secs = begun.timestamp() if isinstance(begun, dt.datetime) else None
+                entry = Entry(name, 0, is_folder=False, modified_secs=begun_secs)
+                pending.append((entry, str(upload["UploadId"])))
+        return pending
 
     def _key(self, path: str) -> str:
         s3 = self._s3

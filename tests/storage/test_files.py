@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import fsspec
@@ -412,17 +412,22 @@ def test_a_lost_answer_to_a_put_is_not_a_conflict(s3_bucket: str, monkeypatch: p
 
 def test_unfinished_uploads_are_found_and_aborted(s3_bucket: str) -> None:
     files = remote(f"{s3_bucket}/uploads")
-    writers = [files.create(path, nbytes=1) for path in ("a/x", "a/y", "b/x")]
-    for writer in writers:
-        writer.append(aligned(2 * BUFFER_NBYTES))
-    assert files.uploads("") == ["a/x", "a/y", "b/x"]
-    assert files.uploads("a") == ["a/x", "a/y"]
-    assert remote(f"{s3_bucket}/other").uploads("") == []
-    files.abort_uploads("a/x")
-    assert files.uploads("") == ["a/y", "b/x"]
-    for writer in writers:
-        writer.abort()
-    assert files.uploads("") == []
+
+    def names(path: str) -> list[str]:
+        return [upload.name for upload in files.uploads(path)]
+
+    with ExitStack() as stack:
+        for path in ("a/x", "a/y", "b/x"):
+            writer = files.create(path, nbytes=1)
+            stack.callback(writer.abort)
+            writer.append(aligned(2 * BUFFER_NBYTES))
+        assert names("") == ["a/x", "a/y", "b/x"]
+        assert names("a") == ["a/x", "a/y"]
+        assert all(time.time() - (upload.modified_secs or 0) < 3600 for upload in files.uploads(""))
+        assert remote(f"{s3_bucket}/other").uploads("") == []
+        files.abort_uploads("a/x")
+        assert names("") == ["a/y", "b/x"]
+    assert names("") == []
 
 
 # -------------------------------------------------------------------------------------- retries
