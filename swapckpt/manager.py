@@ -200,7 +200,7 @@ class StateManager:
             incoming.check(allow_missing=allow_missing)
             load_into(self._swaps(), incoming.restore)
 
-    def begin_read(self) -> None:
+    def begin_load(self) -> None:
         """DCP is about to overwrite what ``state_dict()`` handed out. Called by ``StrictLoadPlanner``.
 
         Until ``load_state_dict()`` ends the load, the state counts as torn: any other call finds that the
@@ -213,7 +213,7 @@ class StateManager:
         for swap in self._swaps():
             swap.require_own_mirrors("read a checkpoint")
         for swap in self._swaps():
-            swap.begin(Phase.READING)
+            swap.phase = Phase.READING
 
     def snapshot(self) -> Snapshot:
         """The state of this moment, leased rather than copied: it stays as it is while training goes on.

@@ -59,7 +59,7 @@ class Phase(Enum):
 
     IDLE = "idle"  # everything; the device holds no swapped state
     STEPPING = "stepping"  # nothing; state is travelling
-    READING = "being read"  # only a load; DCP writes into the mirrors, and whatever else comes says it failed
+    READING = "being read into"  # only the end of that load; whatever else comes finds that it failed
     LOADING = "loading"  # nothing; a state dict is being written into the mirrors
     FAILED = "failed"  # only a load inside recovery(); parameters and state may be torn
 
@@ -130,12 +130,6 @@ class Swap:
             )
             raise PhaseError(msg)
         self._pid = os.getpid()
-
-    def begin(self, phase: Phase) -> None:
-        """READING or LOADING: the mirrors are overwritten from now on."""
-        if self.failure is not None:
-            self.device.reset()  # a copy that was given up may come late: not over what is loaded now
-        self.phase = phase
 
     def fail(self, error: BaseException) -> None:
         """Parameters or state are torn; the first cause is kept."""
@@ -601,8 +595,14 @@ def recovery(*optimizers: Optimizer) -> Iterator[None]:
 
     Leaving the block normally makes every optimizer IDLE that was loaded inside; one that was not stays
     FAILED. Leaving it by an exception changes nothing.
+
+    Raises:
+        TransferTimeoutError: On entering: a copy that was given up is still running.
     """
     swaps = [swap_of(optimizer) for optimizer in optimizers]
+    for swap in swaps:
+        if swap.failure is not None:  # before anything is read: a late copy would land on what DCP has loaded
+            swap.device.reset()
     for swap in swaps:
         swap.recovering = True
     try:
@@ -638,7 +638,7 @@ def load_into(swaps: Sequence[Swap], restore: Callable[[], None]) -> None:
     for swap in swaps:
         swap.require_own_mirrors("load")
     for swap in swaps:
-        swap.begin(Phase.LOADING)
+        swap.phase = Phase.LOADING
     try:
         restore()
     except BaseException as error:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Destination(Protocol):
     """What is told that a load overwrites it. A ``StateManager`` is one.
 
-    Call sequence (by the planner, on the thread of ``dcp.load``): ``begin_read()`` once per load, on every
+    Call sequence (by the planner, on the thread of ``dcp.load``): ``begin_load()`` once per load, on every
     rank, after the plans of all ranks were made and before the first byte is read.
     """
 
-    def begin_read(self) -> None:
+    def begin_load(self) -> None:
         """Count as torn until the load has finished."""
         ...
 
@@ -84,7 +84,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         """Called by DCP on every rank when all ranks have a plan; reading is next."""
         plan = super().finish_plan(new_plan)
         for destination in self._destinations:
-            destination.begin_read()
+            destination.begin_load()
         return plan
 
     def _raise_problems(self, *, cause: Exception | None) -> None:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
     from torch.optim import Optimizer
 
+    from swapckpt.device import CpuDevice
+
 LAST_STEP = 4
 BEFORE = {Action.SAVE: NEW, Action.LOAD: 3}
 """The step a rank has reached when the call begins. Saves save it; loads go back to NEW from it."""
@@ -67,14 +69,16 @@ class Training:
     manager: swapckpt.StateManager
 
     @classmethod
-    def build(cls, config: swapckpt.SwapConfig | None = CONFIG) -> Training:
+    def build(
+        cls, config: swapckpt.SwapConfig | None = CONFIG, *, device: CpuDevice | None = None
+    ) -> Training:
         model = Net(depth=1)  # fewer system calls to kill at
         if dist.is_initialized():
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return cls(model, optimizer, swapckpt.StateManager(model, optimizer, config))
+        return cls(model, optimizer, swapckpt.StateManager(model, optimizer, config, device=device))
 
     def step(self, step: int) -> None:
         for param in self.model.parameters():

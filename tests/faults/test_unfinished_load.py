@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +12,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 import swapckpt
-from swapckpt.errors import SchemaError, StateFailedError
+from swapckpt.errors import SchemaError, StateFailedError, StepError, TransferTimeoutError
+from tests.core.devices import FailingDevice
 from tests.faults.matrix import NEW, OLD
 from tests.faults.ranks import Training
+from tests.manager.training import CONFIG
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,3 +141,22 @@ def test_an_optimizer_that_is_not_swapped_has_no_phase(root: Path, truncated: Pa
     with pytest.raises(CheckpointException):
         plain.load(truncated)
     assert not refuses(plain)
+
+
+def test_recovery_begins_when_no_copy_runs_any_more(root: Path) -> None:
+    """DCP reads before it calls ``load_state_dict``: a late copy of the failed step must be over by then."""
+    secs = 0.5  # enough for every copy that does not hang
+    device = FailingDevice("thread", timeout_secs=secs)
+    training = Training.build(replace(CONFIG, timeout_secs=secs), device=device)
+    training.load(root / f"step-{OLD}")
+    device.offload.copies_left, device.offload.resume = 1, threading.Event()
+    with pytest.raises(StepError):
+        training.step(NEW)
+    entered = False
+    with pytest.raises(TransferTimeoutError), training.manager.recovery():
+        entered = True
+    assert not entered
+    device.offload.resume.set()
+    with training.manager.recovery():
+        training.load(root / f"step-{NEW}")
+    assert training.is_at(root, NEW)
