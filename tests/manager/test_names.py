@@ -122,6 +122,16 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: range) -> N
     optimizer.zero_grad()
 
 
+def test_every_name_of_a_tied_parameter_is_known() -> None:
+    model = Tied()
+    model.embedding.again = model.embedding.weight  # twice in one module
+    assert list(named_parameters(model).values()) == [
+        ("embedding.weight", "embedding.again", "head.weight"),
+        ("first.weight", "second.weight"),
+        ("first.bias", "second.bias"),
+    ]
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_tied_parameters_are_saved_once(flat: bool) -> None:
     model = Tied()
