@@ -85,7 +85,7 @@ def gradients(draw: st.DrawFn) -> Callable[[int, int], bool]:
     return active
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     recipe=recipes(),
     config=configs,
