@@ -15,19 +15,11 @@ from swapckpt.device import device_for
 from swapckpt.errors import FqnError, listing
 from swapckpt.fqn import named_parameters
 from swapckpt.layouts import Incoming, flat_layout, nested_layout
-from swapckpt.optimizer import (
-    Phase,
-    is_swapped,
-    load_into,
-    recovery,
-    release,
-    swap_of,
-    swap_optimizer,
-    swapped_state,
-)
+from swapckpt.optimizer import is_swapped, recovery, release, swap_of, swap_optimizer, swapped_state
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
 from swapckpt.snapshot import Snapshot
 from swapckpt.statedict import LiveState, StateView
+from swapckpt.swap import Phase, Swap, load_into
 from swapckpt.trace import Timeline
 from swapckpt.update import unhooked_step
 
@@ -38,7 +30,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from swapckpt.device import Device
-    from swapckpt.optimizer import Swap
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import operator
-import os
 from collections import defaultdict
 from contextlib import contextmanager
-from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
 from swapckpt._torch import (
-    called_by_fake_step,
     is_scheduler_wrapper,
     local_of,
     spec_of,
     track_step_calls,
-    without_step_hooks,
     wrap_local,
 )
 from swapckpt.config import SwapConfig
@@ -28,266 +22,21 @@ from swapckpt.device import device_for
 from swapckpt.errors import (
     AdoptionError,
     ConfigError,
-    GradientError,
-    PhaseError,
-    StateFailedError,
-    StepError,
-    listing,
 )
-from swapckpt.fence import Gate, LeasingGate
 from swapckpt.layouts import Incoming
-from swapckpt.memory import HostArena
-from swapckpt.pipeline import Pipeline
-from swapckpt.plan import partition
-from swapckpt.state import StateTable
 from swapckpt.statedict import SwappedState
+from swapckpt.swap import Swap, load_into
 from swapckpt.template import describe
-from swapckpt.update import BatchedUpdate, private_copy, unhooked_step
+from swapckpt.update import private_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
     from swapckpt.device import Device
-    from swapckpt.state import Batch
-
-
-class Phase(Enum):
-    """What may be called now."""
-
-    IDLE = "idle"  # everything; the device holds no swapped state
-    STEPPING = "stepping"  # nothing; state is travelling
-    READING = "being read into"  # only the end of that load; whatever else comes finds that it failed
-    LOADING = "loading"  # nothing; a state dict is being written into the mirrors
-    FAILED = "failed"  # only a load inside recovery(); parameters and state may be torn
-
-
-class Swap:
-    """Everything swapping adds to one optimizer. Owned by the optimizer, holds no reference back to it."""
-
-    def __init__(
-        self, optimizer: Optimizer, config: SwapConfig, *, device: Device, names: Mapping[Tensor, str]
-    ) -> None:
-        self.config = config
-        self.device = device
-        self.original_class = type(optimizer)
-        self.original_step = unhooked_step(optimizer)
-        self.phase = Phase.IDLE
-        self.failure: BaseException | None = None
-        self.recovering = False
-        self.names: dict[Tensor, tuple[str, ...]] = {param: (name,) for param, name in names.items()}
-        self.arena = HostArena(device)
-        self.table = StateTable(config, self.arena, device.device)
-        self.gate: Gate = LeasingGate(
-            partial(self.arena.allocate, own_slab=True),
-            spare_nbytes=partial(_spare_budget_nbytes, config, self.table),
-            timeout_secs=config.timeout_secs,
-        )
-        self.pipeline = Pipeline(self.table, device, config=config, gate=self.gate)
-        self.incoming: Incoming | None = None
-        self.hooks: list[RemovableHandle] = []
-        self.load_hooks: list[RemovableHandle] = []
-        self._subsets: list[list[tuple[int, list[Tensor]]]] = []
-        self._known_groups: list[list[Tensor]] = []
-        self._budget_nbytes = 0
-        self._pid = os.getpid()
-
-    # ------------------------------------------------------------------ phases
-
-    def require_idle(self, action: str) -> None:
-        """Raise unless ``action`` is legal now.
-
-        Raises:
-            StateFailedError: The state is torn and no recovery is under way.
-            PhaseError: A step or load is running.
-        """
-        if self.phase is Phase.READING:
-            self.fail(StateFailedError("a checkpoint was read into the state, and the load did not finish"))
-        if self.phase is Phase.FAILED and not self.recovering:
-            msg = (
-                f"Cannot {action}: an earlier step or load failed midway ({self.failure}). Parameters and "
-                "state may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(...)`."
-            )
-            raise StateFailedError(msg) from self.failure
-        if self.phase in (Phase.STEPPING, Phase.LOADING):
-            msg = f"Cannot {action} while the optimizer is {self.phase.value}. Call it between steps."
-            raise PhaseError(msg)
-
-    def require_own_mirrors(self, action: str) -> None:
-        """Raise in a forked child: mirrors are shared memory, and what it writes changes its parent's state.
-
-        Raises:
-            PhaseError: The optimizer had mirrors when the process was forked.
-        """
-        if self._pid == os.getpid():
-            return
-        if self.arena.reserved_nbytes:
-            msg = (
-                f"Cannot {action} in a forked process: the optimizer's mirrors are those of the parent. Call "
-                "swapckpt.release(optimizer) and then swapckpt.swap_optimizer(optimizer) in this process."
-            )
-            raise PhaseError(msg)
-        self._pid = os.getpid()
-
-    def fail(self, error: BaseException) -> None:
-        """Parameters or state are torn; the first cause is kept."""
-        self.failure = self.failure or error
-        self.phase = Phase.FAILED
-
-    # ------------------------------------------------------------------ parameters
-
-    def sync_params(self, optimizer: Optimizer) -> None:
-        """Follow changes of ``param_groups``: new parameters become new batches, removed ones are not
-        stepped."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        if _same_params(groups, self._known_groups):
-            return
-        self._known_groups = [list(params) for params in groups]
-        live = {param: index for index, params in enumerate(groups) for param in params}
-        known = self.table.entries
-        fresh = [param for param in live if param not in known]
-        self.table.keep(live, optimizer.state)
-        self._add(optimizer, fresh, live)
-        self._subsets = self._group_subsets(optimizer)
-
-    def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
-        costs = [local_of(param).nbytes for param in fresh]
-        total = sum(costs)
-        if self._budget_nbytes == 0:
-            max_batches = self.config.swap_times
-        else:  # later additions: as many batches as keep them no larger than the first ones
-            max_batches = max(1, -(-total // self._budget_nbytes))
-        cuts = partition(costs, max_batches) if fresh else ()
-        named = [(self._name(optimizer, param, groups[param]), param, groups[param]) for param in fresh]
-        self.table.add(named, cuts)
-        largest = max((sum(costs[cut.start : cut.stop]) for cut in cuts), default=0)
-        self._budget_nbytes = max(self._budget_nbytes, largest)
-
-    def rename(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
-        """Take the names (first one and aliases) of a model's parameters."""
-        self.names.update(names)
-        for param, entry in self.table.entries.items():
-            entry.name = self.names[param][0]
-
-    def _name(self, optimizer: Optimizer, param: Tensor, group: int) -> str:
-        if param in self.names:
-            return self.names[param][0]
-        fields = optimizer.param_groups[group]
-        position = next(index for index, other in enumerate(fields["params"]) if other is param)
-        named = fields.get("param_names")
-        name = str(named[position]) if named else f"group{group}.param{position}"
-        self.names[param] = (name,)
-        return name
-
-    def _group_subsets(self, optimizer: Optimizer) -> list[list[tuple[int, list[Tensor]]]]:
-        """Per batch the groups to narrow. Groups without parameters go along with the first batch."""
-        subsets: list[dict[int, list[Tensor]]] = []
-        for batch in self.table.batches:
-            subset: dict[int, list[Tensor]] = {}
-            for entry in batch.params:
-                subset.setdefault(entry.group, []).append(entry.param)
-            subsets.append(subset)
-        used = {group for subset in subsets for group in subset}
-        if subsets:
-            subsets[0] |= {group: [] for group in range(len(optimizer.param_groups)) if group not in used}
-        return [sorted(subset.items()) for subset in subsets]
-
-    def hook_loads(self, optimizer: Optimizer) -> None:
-        """Be last before torch loads and first after it, so that hooks of others see whole state."""
-        for hook in self.load_hooks:
-            hook.remove()
-        self.load_hooks = [
-            Optimizer.register_load_state_dict_pre_hook(optimizer, _strip),
-            Optimizer.register_load_state_dict_post_hook(optimizer, _restore, prepend=True),
-        ]
-
-    # ------------------------------------------------------------------ the step
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> object:
-        """One optimizer step through the pipeline. Returns the closure's loss."""
-        self.require_idle("step")
-        self.require_own_mirrors("step")
-        if self.phase is Phase.FAILED:
-            msg = "Cannot step inside recovery(): restore parameters and state first, then leave it."
-            raise PhaseError(msg)
-        if self.device.is_capturing():
-            msg = "Cannot step while a graph is captured: replaying it would not swap. Step outside of it."
-            raise PhaseError(msg)
-        view = swapped_state(optimizer)
-        if self._is_fake_step(optimizer):
-            view.bind_templates()
-            return None
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        view.settle_templates()
-        view.follow()
-        self.sync_params(optimizer)
-        self._activate_gradients()
-        self._run(optimizer)
-        return loss
-
-    def _is_fake_step(self, optimizer: Optimizer) -> bool:
-        never_stepped = not optimizer.state
-        return (
-            never_stepped
-            and all(not group.get("lr") for group in optimizer.param_groups)
-            and (called_by_fake_step())
-        )
-
-    def _activate_gradients(self) -> None:
-        """Note which parameters have gradients, after checking all of them: an error here changes nothing.
-
-        Raises:
-            GradientError: Lists every parameter whose gradient is sparse or on another device or dtype.
-        """
-        offenders = []
-        for batch in self.table.batches:
-            batch.active = [entry for entry in batch.params if entry.param.grad is not None]
-            for entry in batch.active:
-                param, grad = entry.param, entry.param.grad
-                if grad is None:
-                    continue
-                if grad.layout != torch.strided:
-                    offenders.append(f"{entry.name}: {grad.layout}, expected a dense gradient")
-                elif grad.device != param.device or grad.dtype != param.dtype:
-                    expected = f"{param.dtype} on {param.device}"
-                    offenders.append(f"{entry.name}: {grad.dtype} on {grad.device}, expected {expected}")
-        if offenders:
-            msg = f"{len(offenders)} gradients cannot be used; nothing was updated:{listing(offenders)}"
-            raise GradientError(msg)
-
-    def _run(self, optimizer: Optimizer) -> None:
-        self.phase = Phase.STEPPING
-        try:
-            with without_step_hooks(optimizer), BatchedUpdate(optimizer, self.original_step) as update:
-
-                def step_batch(batch: Batch) -> None:
-                    update.run(self._subsets[batch.index])
-
-                self.pipeline.run(optimizer.state, step_batch)
-        except BaseException as error:
-            self.phase = Phase.IDLE
-            if self.pipeline.updates_started:
-                self.fail(error)
-            raise
-        self.phase = Phase.IDLE
-
-    def offload_existing(self, optimizer: Optimizer) -> None:
-        """Move state that exists already into mirrors. On failure the bindings are as before."""
-        before = {param: dict(values) for param, values in optimizer.state.items()}
-        for batch in self.table.batches:
-            batch.active = [entry for entry in batch.params if optimizer.state.get(entry.param)]
-        try:
-            self.pipeline.run(optimizer.state, _no_update)
-        except StepError as error:
-            optimizer.state.clear()  # update() alone would put what was dropped at the end
-            optimizer.state.update(before)
-            msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
-            raise AdoptionError(msg) from error
+    from swapckpt.fence import Gate
 
 
 def guard_with(optimizer: Optimizer, gate: Gate) -> None:
@@ -295,22 +44,6 @@ def guard_with(optimizer: Optimizer, gate: Gate) -> None:
     swap = swap_of(optimizer)
     swap.gate = swap.pipeline.gate = gate
     swapped_state(optimizer).gate = gate
-
-
-def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:
-    """True when both hold the same parameters in the same places. Runs in every step: identity, no
-    hashing."""
-    return [len(params) for params in groups] == [len(params) for params in known] and all(
-        all(map(operator.is_, params, others)) for params, others in zip(groups, known, strict=True)
-    )
-
-
-def _spare_budget_nbytes(config: SwapConfig, table: StateTable) -> int:
-    return config.spare_nbytes if config.spare_nbytes is not None else 2 * table.largest_batch_nbytes
-
-
-def _no_update(batch: Batch) -> None:
-    """Adoption moves existing state through the pipeline without updating anything."""
 
 
 class SwapMixin(Optimizer):
@@ -329,7 +62,7 @@ class SwapMixin(Optimizer):
             StepError: The step failed in a batch; the message says whether anything was updated.
             StateFailedError: An earlier step failed and nothing was restored since.
         """
-        return self._swap.step(self, closure)
+        return self._swap.step(self, self._swapped_state, closure)
 
     def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group; its parameters become new batches with the next step.
@@ -355,7 +88,7 @@ class SwapMixin(Optimizer):
     ) -> RemovableHandle:
         """As torch's. Every hook sees the whole state dict."""
         handle = super().register_load_state_dict_pre_hook(hook, prepend)
-        self._swap.hook_loads(self)
+        _hook_loads(self)
         return handle
 
     def register_load_state_dict_post_hook(
@@ -365,7 +98,7 @@ class SwapMixin(Optimizer):
     ) -> RemovableHandle:
         """As torch's. Every hook sees the loaded state."""
         handle = super().register_load_state_dict_post_hook(hook, prepend)
-        self._swap.hook_loads(self)
+        _hook_loads(self)
         return handle
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -495,7 +228,7 @@ def swap_optimizer(
     if scheduled:
         optimizer.step = track_step_calls(optimizer)  # type: ignore[method-assign]
     swap.hooks = [optimizer.register_state_dict_pre_hook(_refuse_export)]
-    swap.hook_loads(optimizer)
+    _hook_loads(optimizer)
     try:
         _probe(optimizer)
     except AdoptionError:
@@ -615,6 +348,17 @@ def recovery(*optimizers: Optimizer) -> Iterator[None]:
 # ------------------------------------------------- torch's own load_state_dict and state_dict
 
 
+def _hook_loads(optimizer: Optimizer) -> None:
+    """Be last before torch loads and first after it, so that hooks of others see whole state."""
+    swap = swap_of(optimizer)
+    for hook in swap.load_hooks:
+        hook.remove()
+    swap.load_hooks = [
+        Optimizer.register_load_state_dict_pre_hook(optimizer, _strip),
+        Optimizer.register_load_state_dict_post_hook(optimizer, _restore, prepend=True),
+    ]
+
+
 def _strip(optimizer: Optimizer, state_dict: dict[str, object]) -> dict[str, object]:
     """Keep state away from torch, which would cast it to the parameters' dtype and move it to the device."""
     swap = swap_of(optimizer)
@@ -631,23 +375,6 @@ def _restore(optimizer: Optimizer) -> None:
     incoming, swap.incoming = swap.incoming, None
     if incoming is not None:
         load_into([swap], incoming.restore)
-
-
-def load_into(swaps: Sequence[Swap], restore: Callable[[], None]) -> None:
-    """Run ``restore`` in Phase LOADING: IDLE after it, FAILED if it raises."""
-    for swap in swaps:
-        swap.require_own_mirrors("load")
-    for swap in swaps:
-        swap.phase = Phase.LOADING
-    try:
-        restore()
-    except BaseException as error:
-        for swap in swaps:
-            swap.failure = None
-            swap.fail(error)
-        raise
-    for swap in swaps:
-        swap.phase, swap.failure = Phase.IDLE, None
 
 
 def _refuse_export(optimizer: Optimizer) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swapckpt.memory import HostSegment
-    from swapckpt.optimizer import Swap
+    from swapckpt.swap import Swap
 
 
 class Snapshot:

@@ -14,7 +14,8 @@ from integration import npu
 from integration.npu.training import Training, differences
 from swapckpt.device import AcceleratorDevice
 from swapckpt.errors import StateFailedError, StepError, TransferTimeoutError
-from swapckpt.optimizer import Phase, swap_of
+from swapckpt.optimizer import swap_of
+from swapckpt.swap import Phase
 
 if TYPE_CHECKING:
     from pathlib import Path

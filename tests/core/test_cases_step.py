@@ -20,7 +20,7 @@ import swapckpt
 from swapckpt import StateManager, SwapConfig
 from swapckpt.device import CpuDevice
 from swapckpt.errors import GradientError, PhaseError, StepError
-from swapckpt.optimizer import Phase
+from swapckpt.swap import Phase
 from tests.core.optimizers import Averaging
 from tests.core.training import Recipe, Twins, bits, gradient
 

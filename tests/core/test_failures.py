@@ -22,7 +22,7 @@ from swapckpt.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from swapckpt.optimizer import Phase
+from swapckpt.swap import Phase
 from tests.core.devices import FailingDevice
 from tests.core.optimizers import Exploding
 from tests.core.training import Recipe, Twins, always, bits, gradient

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-    from swapckpt.optimizer import Swap
+    from swapckpt.swap import Swap
 
 Shape = tuple[int, ...]
 MATRICES: tuple[Shape, ...] = ((40, 50), (16, 5), (64, 32), (33, 65), (48, 30))

@@ -20,7 +20,7 @@ import swapckpt
 from swapckpt import SwapConfig
 from swapckpt.errors import StepError
 from swapckpt.manager import StateManager
-from swapckpt.optimizer import Phase
+from swapckpt.swap import Phase
 from tests.core.devices import FailingDevice
 from tests.core.training import Recipe, Twins, bits
 from tests.lab.scenarios import tensors

@@ -17,7 +17,8 @@ import swapckpt
 from swapckpt.device import AcceleratorDevice
 from swapckpt.device.accelerator import AcceleratorEvent, AcceleratorStream
 from swapckpt.errors import HostMemoryError, StateFailedError, StepError, SwapCkptError
-from swapckpt.optimizer import Phase, swap_of, swapped_state
+from swapckpt.optimizer import swap_of, swapped_state
+from swapckpt.swap import Phase
 from tests import simaccel as sim
 from tests.core.training import always, shifting
 
