@@ -99,6 +99,17 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_checkpoint_file(name: str) -> bool:
+    """True for the name of a file that a checkpoint consists of, ours or stock's."""
+    return _OURS.fullmatch(name) is not None
+
+
+def attempt_of(name: str) -> str | None:
+    """The attempt in the name of a file (in object stores); None where there is none."""
+    found = re.search(r"[.-]([0-9a-f]{32})\.(json|distcp)$", name)
+    return found[1] if found else None
+
+
 def aside(name: str, attempt: str, *, kind: str) -> str:
     """The folder of an attempt (``new``) or of what it replaced (``old``)."""
     return f"{_PREFIX}{name.encode().hex()}-{attempt}.{kind}"
@@ -187,7 +198,7 @@ def begin(files: Files, name: str, *, overwrite: bool) -> Attempt:
 def _refuse_foreign(files: Files, name: str) -> None:
     """A folder is replaced whole: it must not hold what no checkpoint consists of."""
     try:
-        foreign = [entry.name for entry in files.entries(name) if not _OURS.fullmatch(entry.name)]
+        foreign = [entry.name for entry in files.entries(name) if not is_checkpoint_file(entry.name)]
     except FileNotFoundError:
         return
     if foreign:
@@ -225,11 +236,11 @@ def commit(
 def _check_data(files: Files, attempt: Attempt, data: Sequence[FileSums]) -> list[str]:
     """Compare the data files with the reports. Returns the other files of the folder."""
     found = {entry.name: entry.nbytes for entry in files.entries(attempt.folder)}
-    wrong = [
-        f"{file.name}: {file.nbytes} bytes written, {found.get(file.name, 'none')} found"
-        for file in data
-        if found.pop(file.name, None) != file.nbytes
-    ]
+    wrong = []
+    for file in data:
+        nbytes = found.pop(file.name, None)
+        if nbytes != file.nbytes:
+            wrong.append(f"{file.name}: {file.nbytes} bytes written, {nbytes or 'none'} found")
     if wrong:
         raise StorageError(
             f"{files.url}/{attempt.folder} is not what the ranks wrote. Do all ranks see the same folder?"

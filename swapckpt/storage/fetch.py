@@ -21,7 +21,7 @@ from swapckpt.storage.items import (
     slabs,
 )
 from swapckpt.storage.manifest import block_nbytes
-from swapckpt.storage.values import load_item
+from swapckpt.storage.values import check_archive, load_item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,6 +165,40 @@ def _load_whole(item: SavedItem, *, verify: bool) -> Tensor:
     if not isinstance(value, torch.Tensor) or (value.dtype, tuple(value.shape)) != (item.dtype, item.shape):
         raise CorruptCheckpointError(f"{item.name} is not the {item.dtype} of {item.shape} of the metadata.")
     return value
+
+
+def read_blocks(item: SavedItem, sums: ItemSums) -> None:
+    """Read the payload of one of our items piece by piece, to verify it."""
+    payload = _Payload(item.start + sums.payload_at, sums.payload_nbytes, sums.blocks, None)
+    reading = _Reading(item, payload, verify=True)
+    memory = memoryview(bytearray(min(payload.nbytes, SLAB_NBYTES)))
+    for start in range(0, payload.nbytes, SLAB_NBYTES):
+        reading.fill(start, memory[: payload.nbytes - start])
+
+
+def check_stock_item(item: SavedItem) -> None:
+    """Compare an item of stock torch with the checksums in its zip entries.
+
+    Raises:
+        CorruptCheckpointError: It contradicts one, or is no archive.
+    """
+    head = _bytes(item.source, item.start, min(item.nbytes, MAX_HEADER_NBYTES))
+    header = parse_header(head, origin=item.name)
+    if header is None:
+        check_archive(whole_item(item, verify=False), origin=item.name)
+        return
+    nbytes = header.tensor.storage_numel * header.tensor.dtype.itemsize
+    end = header.payload_at + nbytes
+    if end + 8 > item.nbytes:
+        raise CorruptCheckpointError(f"{item.name} ends inside its elements.")
+    expected = payload_checksum(_bytes(item.source, item.start + end, 8)) if nbytes else 0
+    found, memory = 0, memoryview(bytearray(min(nbytes, SLAB_NBYTES)))
+    for start in range(0, nbytes, SLAB_NBYTES):
+        part = memory[: nbytes - start]
+        item.source.read_into(item.start + header.payload_at + start, part)
+        found = crc32(part, found)
+    if expected != found:
+        raise CorruptCheckpointError(f"{item.name} contradicts its checksum.")
 
 
 def _load_by_torch(data: bytes, *, origin: str) -> object:

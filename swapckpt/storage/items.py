@@ -179,7 +179,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous host tensor, writable. The view keeps the memory alive."""
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape: a dimension of size one may have any stride, and view(dtype) looks at the last one.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 # -------------------------------------------------------------------------------------------------- reading

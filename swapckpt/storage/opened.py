@@ -50,31 +50,25 @@ class OpenCheckpoint:
         return f"{self.files.url}/{self.folder}/{name}"
 
 
-def open_checkpoint(
-    files: Files, name: str, *, allowed: AllowList = ALLOWED, rank: int | None = None
-) -> OpenCheckpoint:
-    """Open checkpoint ``name``.
+def open_checkpoint(files: Files, name: str, *, allowed: AllowList = ALLOWED) -> OpenCheckpoint:
+    """Open checkpoint ``name``. One that stock torch wrote with ``use_collectives=False`` has metadata for
+    each rank: this rank's is read then.
 
     Args:
         files: The folder that checkpoints are in.
         name: The checkpoint's name in it.
         allowed: What its metadata may name.
-        rank: Read this rank's own metadata, which stock torch writes with ``use_collectives=False``.
 
     Raises:
         CheckpointNotFoundError: It was never committed.
         CorruptCheckpointError: Files are missing, of the wrong length, or contradict each other.
         UnsafePickleError: Its metadata asks for code.
+        StorageError: It has metadata for another number of ranks, or the store failed.
     """
-    folder = name if rank is not None else located(files, name)
+    folder, metadata_name = located(files, name), METADATA
     if folder is None:
-        raise CheckpointNotFoundError(
-            f"{files.url}/{name} is no committed checkpoint: {_instead(files, name)}."
-        )
+        folder, metadata_name = name, _rank_metadata(files, name)
     nbytes = {entry.name: entry.nbytes for entry in files.entries(folder)}
-    metadata_name = METADATA if rank is None else f"__{rank}{METADATA}"
-    if rank is not None:
-        _check_ranks(nbytes, where=f"{files.url}/{folder}")
     data = read_bytes(files, f"{folder}/{metadata_name}")
     manifest = _find_manifest(files, folder, nbytes, data)
     origin = f"{files.url}/{folder}/{metadata_name}"
@@ -125,18 +119,28 @@ def _check_lengths(checkpoint: OpenCheckpoint) -> None:
         raise CorruptCheckpointError(f"{checkpoint.where('')} has damaged data files:{listing(wrong)}")
 
 
-def _check_ranks(names: Mapping[str, int], *, where: str) -> None:
-    """Metadata of a rank's own knows nothing of the other ranks' parts: with another number of ranks, wrong
-    values would be read without an error."""
+def _rank_metadata(files: Files, name: str) -> str:
+    """File name of this rank's own metadata.
+
+    It knows nothing of the other ranks' parts: with another number of ranks, wrong values would be read
+    without an error.
+    """
+    try:
+        names = [entry.name for entry in files.entries(name)]
+    except FileNotFoundError:
+        names = []
     saved = sum(1 for name in names if _RANK_METADATA.fullmatch(name))
     if not saved:
-        raise CheckpointNotFoundError(f"{where} has neither {METADATA} nor metadata of ranks.")
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        instead = _instead(files, name)
+        raise CheckpointNotFoundError(f"{files.url}/{name} is no committed checkpoint: {instead}.")
+    is_distributed = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if is_distributed else 1
     if saved != world_size:
         raise StorageError(
-            f"{where} was saved by {saved} ranks with use_collectives=False, which only {saved} ranks can "
-            f"load; there are {world_size}."
+            f"{files.url}/{name} was saved by {saved} ranks with use_collectives=False, which only {saved} "
+            f"ranks can load; there are {world_size}."
         )
+    return f"__{dist.get_rank() if is_distributed else 0}{METADATA}"
 
 
 def _instead(files: Files, name: str) -> str:

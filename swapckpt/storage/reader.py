@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -112,15 +112,17 @@ class SwapStorageReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._checkpoint = None
 
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # noqa: ARG002
-        """Open the checkpoint. (all ranks) ``rank=`` asks for a rank's own metadata, which DCP does when
-        there is no common one."""
+    def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
+        """Open the checkpoint. (all ranks)
+
+        Raises the errors listed for the class. DCP turns them into an AssertionError that quotes them: who
+        wants the error itself calls this first.
+        """
         if self._path is None:
             raise CheckpointNotFoundError("Pass a path to SwapStorageReader or checkpoint_id to dcp.load.")
         parent, name = split_url(self._path)
         files = self._given_files or open_files(parent, drop_page_cache=self._drop)
-        rank = cast("int | None", kwargs.get("rank"))
-        self._checkpoint = open_checkpoint(files, name, allowed=self._metadata_list, rank=rank)
+        self._checkpoint = open_checkpoint(files, name, allowed=self._metadata_list)
         metadata = self._checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -200,7 +202,7 @@ class SwapStorageReader(StorageReader):
                 incomplete.add(f"{fqn}: {found} of {entry.size.numel()} elements")
         if incomplete and not self._allow_partial:
             raise SchemaError(
-                "The checkpoint has only parts of these tensors (or some twice); pass allow_partial=True to read "
+                "The checkpoint has only parts of these tensors (or some twice); allow_partial=True reads "
                 f"them:{listing(incomplete)}"
             )
 

@@ -68,6 +68,11 @@ def _records(data: bytes, *, origin: str) -> dict[str, bytes]:
         raise CorruptCheckpointError(f"{origin} is not a readable archive ({error!r}).") from error
 
 
+def check_archive(data: bytes, *, origin: str) -> None:
+    """Raise CorruptCheckpointError unless ``data`` is an archive that fits its own checksums."""
+    _records(data, origin=origin)
+
+
 def _bounded(archive: zipfile.ZipFile, nbytes: int) -> list[zipfile.ZipInfo]:
     """The entries, unless they would unfold to more than ``nbytes`` (compressed, or over the same bytes)."""
     infos = archive.infolist()

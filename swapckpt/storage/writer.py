@@ -16,6 +16,7 @@ import io
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -328,18 +329,23 @@ class _WriteJob:
         with ThreadPoolExecutor(len(buckets), thread_name_prefix="swapckpt-write") as pool:
             futures = [pool.submit(self._file, number, bucket) for number, bucket in enumerate(buckets)]
         errors = [error for future in futures if (error := future.exception()) is not None]
-        first = next((error for error in errors if not isinstance(error, _StoppedError)), None)
-        if first is not None:
-            raise first
+        if errors:
+            for number, future in enumerate(futures):
+                if future.exception() is None:
+                    with suppress(StorageError):  # else the next save or prune removes it
+                        self._files.remove(self._path(number))
+            raise next(error for error in errors if not isinstance(error, _StoppedError))
         return [future.result() for future in futures]
 
-    def _file(self, number: int, items: Iterable[WriteItem]) -> DataFile:
+    def _path(self, number: int) -> str:
         attempt = self._task.attempt
-        name = attempt.data_file(self._task.rank, number)
+        return f"{attempt.folder}/{attempt.data_file(self._task.rank, number)}"
+
+    def _file(self, number: int, items: Iterable[WriteItem]) -> DataFile:
         items = list(items)
         try:
             self._check()
-            out = self._files.create(f"{attempt.folder}/{name}", nbytes=sum(map(_estimated_nbytes, items)))
+            out = self._files.create(self._path(number), nbytes=sum(map(_estimated_nbytes, items)))
             try:
                 sums = [self._item(out, item) for item in items]
                 nbytes = out.position
@@ -350,6 +356,7 @@ class _WriteJob:
         except BaseException:
             self._failed.set()
             raise
+        name = self._task.attempt.data_file(self._task.rank, number)
         rows = ",".join([item.to_row() for item in sums])
         return DataFile(FileSums(name, nbytes, rows), tuple((item.start, item.nbytes) for item in sums))
 
