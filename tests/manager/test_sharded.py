@@ -279,11 +279,11 @@ def assert_loads_in_place(path: Path) -> None:
 
     model, optimizer = build("fsdp", "AdamW")
     manager = swapckpt.StateManager(model, optimizer, CONFIG)
-    destination = _local_pointers(manager.state_dict())
+    destination = _local_pointers(model, manager.state_dict())
     host_nbytes = manager.memory().host_nbytes
     load(model, manager, path)
     state = {"state": {name: optimizer.state.get(param, {}) for name, param in model.named_parameters()}}
-    loaded = _local_pointers(state)
+    loaded = _local_pointers(model, state)
     assert loaded
     assert loaded == {place: destination[place] for place in loaded}
     assert manager.memory().host_nbytes == host_nbytes
@@ -291,7 +291,7 @@ def assert_loads_in_place(path: Path) -> None:
     assert_same_bits(contents(model, optimizer), before)
 
 
-def _local_pointers(state_dict: dict[str, object]) -> dict[tuple[str, str], int]:
+def _local_pointers(model: Net, state_dict: dict[str, object]) -> dict[tuple[str, str], int]:
     state = state_dict["state"]
     assert isinstance(state, dict)
     pointers = {}
@@ -299,6 +299,10 @@ def _local_pointers(state_dict: dict[str, object]) -> dict[tuple[str, str], int]
         for key, value in values.items():
             assert isinstance(value, DTensor) == (key != "step")
             local = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(value, DTensor):
+                param = model.get_parameter(name)
+                assert isinstance(param, DTensor)
+                assert local.shape == param.to_local().shape
             pointers[name, key] = local.data_ptr()
     return pointers
 
