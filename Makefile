@@ -80,6 +80,10 @@ integration: $(READY) ## real processes: torchrun on gloo, the built wheel, torc
 npu: $(READY) ## the published torch_npu on a simulated Ascend runtime
 	@$(BIN)/python -m pytest integration/npu $(ARGS)
 
+device-check: $(READY) ## parity, memory and speed on the accelerator of this machine (4 minutes)
+	@mkdir -p benchmarks/results
+	$(BIN)/python integration/device_check.py --json benchmarks/results/device_check.json $(ARGS)
+
 bench: $(READY) ## every benchmark at quick size; tables here, JSON into benchmarks/results
 	@[ -n "$(BENCHMARKS)" ] || { echo "no benchmarks under benchmarks/" >&2; exit 1; }
 	mkdir -p benchmarks/results

@@ -19,7 +19,13 @@ NAMES = (
     *("add_.Tensor", "addcdiv_", "addcmul_", "all", "cat", "div.Tensor", "eq.Scalar", "fill_.Scalar"),
     *("lerp_.Scalar", "mul_.Tensor", "sqrt", "zero_", "_foreach_add_.Scalar"),
     *("_foreach_addcdiv_.ScalarList", "_foreach_addcmul_.Scalar", "_foreach_div_.ScalarList"),
-    *("_foreach_lerp_.Scalar", "_foreach_mul_.Scalar", "_foreach_sqrt", "_fused_adamw_"),
+    *(
+        "_foreach_lerp_.Scalar",
+        "_foreach_maximum_.List",
+        "_foreach_mul_.Scalar",
+        "_foreach_sqrt",
+        "_fused_adamw_",
+    ),
 )
 """What AdamW, the packing of small state and a load of live state use."""
 
