@@ -145,6 +145,8 @@ def ineligibility(tensor: object, *, key: str, config: SwapConfig, device: torch
     if config.state_keys is not None and key not in config.state_keys:
         return "not in state_keys"
     local = local_of(tensor)
+    if tensor.dim() == 0 and device.type not in ("cpu", "meta"):
+        return "a scalar: step counters are read on the host"
     if local.numel() < max(1, config.min_numel):
         return f"fewer than min_numel={config.min_numel} elements"
     if local.device != device and local.device.type != "cpu":

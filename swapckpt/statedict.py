@@ -328,6 +328,8 @@ class SwappedState(StateView):
         return values
 
     def _is_swapped(self, key: str, spec: TensorSpec) -> bool:
+        if not spec.shape and not self._table.is_host:
+            return False
         standin = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         reason = ineligibility(standin, key=key, config=self._config, device=standin.device)
         return reason is None

@@ -60,7 +60,8 @@ def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
     start, job = 0, {"model": model, "optimizer": manager}
     if config.checkpoints is not None and (complete := complete_steps(config.checkpoints)):
         start = complete[-1]
-        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start))
+        planner = swapckpt.StrictLoadPlanner(*[manager] if manager is not None else [])
+        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start), planner=planner)
     report(Started(start=start, device=config.device))
 
     for step in range(start + 1, config.steps + 1):
