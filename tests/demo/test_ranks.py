@@ -32,6 +32,12 @@ def config(tmp_path: Path) -> DemoConfig:
     return DemoConfig(params="500K", ranks=1, steps=3, save_every=1, batch=1, time=8, out=tmp_path / "out")
 
 
+def trainers() -> list[psutil.Process]:
+    """The rank processes that this process has started, among whatever else other tests have."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "swapckpt.demo.trainer" in child.cmdline()]
+
+
 def test_all_ranks_die_inside_the_save(config: DemoConfig, tmp_path: Path) -> None:
     config = replace(config, ranks=2, batch=2)
     events = []
@@ -39,7 +45,8 @@ def test_all_ranks_die_inside_the_save(config: DemoConfig, tmp_path: Path) -> No
         for event in ranks.events():
             events.append(event)
             if event == Saving(2):
-                processes = psutil.Process().children()
+                processes = trainers()
+                assert len(processes) == 2
                 written_nbytes = ranks.kill_inside_save(step_folder(config.checkpoints, 2), at_nbytes=1)
                 assert written_nbytes is not None
                 assert written_nbytes > 0
@@ -73,7 +80,7 @@ def test_failing_rank_is_an_error_with_its_log(config: DemoConfig, tmp_path: Pat
 def test_leaving_ends_ranks_that_still_run(config: DemoConfig, tmp_path: Path) -> None:
     with Ranks(config.reference_run(), world=1, folder=tmp_path) as ranks:
         next(ranks.events())
-        (process,) = psutil.Process().children()
+        (process,) = trainers()
         assert process.is_running()
     assert not process.is_running()
 

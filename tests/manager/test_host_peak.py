@@ -24,7 +24,7 @@ def measure(action: str, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_c17_host_peak_of_a_save_and_a_load(tmp_path: Path) -> None:
     """384 MB of state. Stock: 627 MB on the device; a save from views of a slab would clone all of it."""
     saved, loaded = measure("save", tmp_path), measure("load", tmp_path)
