@@ -6,7 +6,7 @@ r"""A checkpoint becomes visible in one step, when all of it is durable, or not 
    syncs them;
 2. compare their lengths with what the ranks report; write and sync ``.swapckpt.json`` and ``.metadata``; sync
    the folder;
-3. when ``step-5`` exists and is to be replaced: rename it to ``.swapckpt-<hex>-<attempt>.old``, sync;
+3. when ``step-5`` exists and is to be replaced: rename it to ``.swapckpt-<hex>-<attempt>.old``;
 4. rename the attempt to ``step-5``, sync the folder above. This is the commit;
 5. remove what was replaced, its ``.metadata`` first.
 
@@ -26,9 +26,10 @@ corrupt.
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,12 @@ from swapckpt.storage.manifest import dump_manifest
 from swapckpt.storage.metadata import NAME as METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from swapckpt.storage.files import Files
     from swapckpt.storage.manifest import FileSums
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = ".swapckpt.json"
 SAVE_ID = "swapckpt-"
@@ -65,12 +68,14 @@ class Attempt:
         name: The checkpoint's folder, relative to the one that checkpoints are in.
         id: Unique, 32 hexadecimal digits.
         renames: Which protocol is used.
-        version: What the store called the metadata that will be replaced; None for none.
+        replaces: A committed checkpoint was there when the attempt began.
+        version: What the store called its metadata, where it can tell versions apart.
     """
 
     name: str
     id: str
     renames: bool
+    replaces: bool = False
     version: str | None = None
 
     @property
@@ -181,15 +186,14 @@ def begin(files: Files, name: str, *, overwrite: bool) -> Attempt:
     """
     files.make_folder("")
     recover(files, name)
-    version = None
-    if located(files, name) is not None:
-        if not overwrite:
-            raise CheckpointExistsError(
-                f"{files.url}/{name} is a committed checkpoint. Save another step, or pass overwrite=True."
-            )
-        version = None if files.renames else files.version(f"{name}/{METADATA}")
+    replaces = located(files, name) is not None
+    if replaces and not overwrite:
+        raise CheckpointExistsError(
+            f"{files.url}/{name} is a committed checkpoint. Save another step, or pass overwrite=True."
+        )
     _refuse_foreign(files, name)
-    attempt = Attempt(name, uuid.uuid4().hex, files.renames, version)
+    version = files.version(f"{name}/{METADATA}") if replaces and not files.renames else None
+    attempt = Attempt(name, uuid.uuid4().hex, files.renames, replaces, version)
     files.make_folder(attempt.folder)
     files.sync_folder("")
     return attempt
@@ -211,7 +215,7 @@ def _refuse_foreign(files: Files, name: str) -> None:
 def commit(
     files: Files, attempt: Attempt, metadata: bytes, *, data: Sequence[FileSums], world_size: int
 ) -> None:
-    """Make the attempt visible (see the notes at the top). Called by the coordinator when all ranks are done.
+    """Make the attempt visible (see the notes at the top). The coordinator calls it when all ranks are done.
 
     Args:
         files: The folder that checkpoints are in.
@@ -221,15 +225,21 @@ def commit(
         world_size: Number of ranks that saved.
 
     Raises:
-        StorageError: A data file is not there as reported, or the store failed. Nothing is visible.
+        StorageError: A data file is not there as reported, or the store failed. Nothing is visible, and what
+            the attempt left is removed where that is possible. Only when an object store fails *at* the
+            commit, it may have come about all the same, and nothing is removed.
         CheckpointExistsError: Another job committed the same checkpoint in the meantime.
     """
-    replaced = _check_data(files, attempt, data)
-    manifest = dump_manifest(data, metadata, attempt=attempt.id, step=attempt.step, world_size=world_size)
-    files.put(f"{attempt.folder}/{attempt.manifest}", manifest)
-    if attempt.renames:
-        _commit_by_rename(files, attempt, metadata)
-    else:
+    try:
+        replaced = _check_data(files, attempt, data)
+        manifest = dump_manifest(data, metadata, attempt=attempt.id, step=attempt.step, world_size=world_size)
+        files.put(f"{attempt.folder}/{attempt.manifest}", manifest)
+        if attempt.renames:
+            _commit_by_rename(files, attempt, metadata)
+    except BaseException:
+        abandon(files, attempt)
+        raise
+    if not attempt.renames:
         _commit_by_put(files, attempt, metadata, replaced=replaced)
 
 
@@ -256,7 +266,6 @@ def _commit_by_rename(files: Files, attempt: Attempt, metadata: bytes) -> None:
     replaces = _exists(files, attempt.name)
     if replaces:
         files.rename(attempt.name, old)
-        files.sync_folder("")
     try:
         files.rename(attempt.folder, attempt.name)
     except BaseException:
@@ -266,25 +275,35 @@ def _commit_by_rename(files: Files, attempt: Attempt, metadata: bytes) -> None:
         raise
     files.sync_folder("")
     if replaces:
-        discard(files, old)
+        with _cleaning(files, old):
+            discard(files, old)
 
 
 def _commit_by_put(files: Files, attempt: Attempt, metadata: bytes, *, replaced: Sequence[str]) -> None:
     path = f"{attempt.folder}/{METADATA}"
     try:
-        if METADATA in replaced:
+        if attempt.replaces:
             files.swap(path, metadata, version=attempt.version)
         else:
             files.put(path, metadata)
     except FileExistsError as error:
+        abandon(files, attempt)
         raise CheckpointExistsError(f"{files.url}/{path}: another job committed it.") from error
     if read_bytes(files, path) != metadata:
-        raise StorageError(
-            f"{files.url}/{path} does not hold what was just written; the save is not committed."
-        )
-    for name in replaced:
-        if name != METADATA:
-            files.remove(f"{attempt.folder}/{name}")
+        raise StorageError(f"{files.url}/{path} does not hold what was just written to it.")
+    with _cleaning(files, attempt.folder):
+        for name in replaced:
+            if name != METADATA and is_checkpoint_file(name):
+                files.remove(f"{attempt.folder}/{name}")
+
+
+@contextmanager
+def _cleaning(files: Files, what: str) -> Iterator[None]:
+    """Behind the commit: a failure is no failure of the save, and is left to prune."""
+    try:
+        yield
+    except (StorageError, OSError) as error:
+        logger.warning("%s: the old content of %s was not removed (%s).", files.url, what, error)
 
 
 def abandon(files: Files, attempt: Attempt) -> None:

@@ -197,17 +197,14 @@ class SwapStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit. (coordinator)"""
         files, _ = self._target()
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
         if attempt is None:
             raise PlanError("finish() was called without prepare_global_plan() on this writer.")
         reports = [cast("RankReport", result.storage_data) for of_rank in results for result in of_rank]
-        try:
-            data = [file for report in reports for file in report.files]
-            dumped = self._dump(metadata, reports, attempt)
-            commit.commit(files, attempt, dumped, data=data, world_size=len(results))
-        except BaseException:
-            commit.abandon(files, attempt)
-            raise
+        data = [file for report in reports for file in report.files]
+        dumped = self._dump(metadata, reports, attempt)
+        self._attempt = None  # what is left of it from here on, commit() removes
+        commit.commit(files, attempt, dumped, data=data, world_size=len(results))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,0 +1,443 @@
+"""A checkpoint is visible if and only if it is complete and durable: C8, C15, every step of the protocol."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from swapckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from swapckpt.storage import commit
+from swapckpt.storage.catalog import CheckpointState, committed_steps, list_checkpoints, prune
+from swapckpt.storage.files import Files, open_files, read_bytes
+from swapckpt.storage.manifest import FileSums
+from swapckpt.storage.posix import PosixFiles
+from tests.storage.powerloss import VolatileFiles
+from tests.storage.stores import HookedFiles, dying_at, load, save, stock_load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def state(value: float) -> dict[str, Any]:
+    """Every number in it is ``value``, so that a mixture of two saves shows."""
+    return {"a": torch.full((30_000,), value), "b": torch.full((3,), value), "settings": {"value": value}}
+
+
+def value_of(path: str | os.PathLike[str], **options: Any) -> float:
+    """The value that a checkpoint was saved with. Fails on a mixture."""
+    loaded = load(state(-1.0), path, **options)
+    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
+    assert len(found) == 1, found
+    return float(found.pop())
+
+
+def stock_value_of(path: Path) -> float:
+    loaded = stock_load(state(-1.0), path)
+    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
+    assert len(found) == 1, found
+    return float(found.pop())
+
+
+def seen_by_trainers(root: Path) -> list[str]:
+    """Folders that torchtitan takes for steps: an unanchored search, and metadata inside."""
+    return [
+        path.name
+        for path in root.iterdir()
+        if re.search(r"step-(\d+)", path.name) and (path / ".metadata").exists()
+    ]
+
+
+# -------------------------------------------------------------------------------------- names
+
+
+def test_no_search_for_steps_finds_an_attempt_or_what_it_replaced() -> None:
+    for name in ("step-100", "step100", "step_7", "checkpoint-3", "global_step5", "iter_0000010"):
+        for kind in ("new", "old"):
+            folder = commit.aside(name, "0" * 32, kind=kind)
+            assert not re.search(r"(step|checkpoint|iter|epoch)", folder)
+            assert not re.search(r"\d+$", folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("step-5", 5), ("step-0", 0), ("last", None), ("my-step-5", None)]
+)
+def test_steps_are_known_by_their_name(name: str, step: int | None) -> None:
+    assert commit.step_of(name) == step
+
+
+# -------------------------------------------------------------------------------------- SIGKILL: C8
+
+
+def save_and_die(root: str, name: str, overwrite: bool, number: int) -> None:
+    torch.set_num_threads(1)
+    files = HookedFiles(PosixFiles(root), dying_at(number))
+    save(state(2.0), f"{root}/{name}", files=files, overwrite=overwrite)
+
+
+def killed(*arguments: Any) -> bool:
+    """True when the save was killed, False when it ended before."""
+    process = _CONTEXT.Process(target=save_and_die, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode in {0, -signal.SIGKILL}
+    return process.exitcode != 0
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "same step"])
+def test_sigkill_at_every_call_of_a_save(tmp_path: Path, overwrite: bool) -> None:
+    outcomes = []
+    number = 0
+    while True:
+        root = tmp_path / str(number)
+        save(state(1.0), root / "step-1")
+        name = "step-1" if overwrite else "step-2"
+        was_killed = killed(str(root), name, overwrite, number)
+
+        # The older checkpoint, and the new one where it is visible, are what they were saved as.
+        if not overwrite:
+            assert value_of(root / "step-1") == 1.0
+            assert stock_value_of(root / "step-1") == 1.0
+        try:
+            outcomes.append(value_of(root / name))
+        except CheckpointNotFoundError:
+            assert not overwrite  # what was committed stays readable
+            outcomes.append(0.0)
+        for folder in seen_by_trainers(root):
+            assert stock_value_of(root / folder) == (1.0 if folder != name else outcomes[-1])
+        states = {info.name: info.state for info in list_checkpoints(PosixFiles(root)) if not info.problem}
+        assert set(states.values()) == {CheckpointState.COMPLETE}
+        assert (name in states) == (outcomes[-1] != 0.0)
+
+        # The next save succeeds, and nothing is left over after a prune.
+        save(state(3.0), root / name, overwrite=True)
+        prune(PosixFiles(root), min_age_secs=-1, dry_run=False)
+        assert sorted(path.name for path in root.iterdir()) == sorted({"step-1", name})
+        assert value_of(root / name) == 3.0
+        if not was_killed:
+            break
+        number += 1
+    before, after = (1.0 if overwrite else 0.0), 2.0
+    assert outcomes == sorted(outcomes)  # once visible, it stays
+    assert {before, after} == set(outcomes)
+    assert len(outcomes) > 15
+
+
+def test_a_reader_finds_the_old_checkpoint_between_the_two_renames(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path / "step-1")
+    renames = 0
+
+    def before(_number: int, operation: str, _path: str) -> None:
+        nonlocal renames
+        renames += operation == "rename"
+        if renames == 2:
+            assert not (tmp_path / "step-1").exists()
+            assert value_of(tmp_path / "step-1") == 1.0
+            assert committed_steps(PosixFiles(tmp_path)) == [1]
+            (info,) = [info for info in list_checkpoints(PosixFiles(tmp_path)) if not info.problem]
+            assert (info.name, info.state) == ("step-1", CheckpointState.COMPLETE)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save(state(2.0), tmp_path / "step-1", overwrite=True, files=HookedFiles(PosixFiles(tmp_path), before))
+    assert renames == 3  # and it was renamed back
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert value_of(tmp_path / "step-1") == 1.0
+
+
+def test_a_writer_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path / "step-1")
+    (tmp_path / "step-1").rename(tmp_path / commit.aside("step-1", "a" * 32, kind="old"))
+    with pytest.raises(CheckpointExistsError):
+        save(state(2.0), tmp_path / "step-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert stock_value_of(tmp_path / "step-1") == 1.0
+
+
+def test_a_folder_that_stock_began_meanwhile_does_not_hide_the_old_checkpoint(tmp_path: Path) -> None:
+    save(state(1.0), tmp_path / "step-1")
+    (tmp_path / "step-1").rename(tmp_path / commit.aside("step-1", "a" * 32, kind="old"))
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "__0_0.distcp").write_bytes(b"begun")
+    assert value_of(tmp_path / "step-1") == 1.0
+    save(state(2.0), tmp_path / "step-1", overwrite=True)
+    assert value_of(tmp_path / "step-1") == 2.0
+
+
+def test_a_removal_that_is_cut_short_leaves_an_incomplete_checkpoint_not_a_corrupt_one(
+    tmp_path: Path,
+) -> None:
+    save(state(1.0), tmp_path / "step-1")
+    removals = 0
+
+    def before(_number: int, operation: str, _path: str) -> None:
+        nonlocal removals
+        removals += operation == "remove"
+        if removals == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        commit.discard(HookedFiles(PosixFiles(tmp_path), before), "step-1")
+    (info,) = list_checkpoints(PosixFiles(tmp_path))
+    assert info.state is CheckpointState.INCOMPLETE
+
+
+# -------------------------------------------------------------------------------------- power failure
+
+
+class PowerFailedError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "same step"])
+def test_power_failure_at_every_call_of_a_save(overwrite: bool) -> None:
+    name = "step-1" if overwrite else "step-2"
+    number, outcomes = 0, set()
+    while True:
+        volatile = VolatileFiles()
+        save(state(1.0), "/x/step-1", files=volatile)
+
+        def before(current: int, _operation: str, _path: str, number: int = number) -> None:
+            if current == number:
+                raise PowerFailedError
+
+        failed = False
+        try:
+            # What is done about the failure is done without power: only the state before counts.
+            save(state(2.0), f"/x/{name}", files=Frozen(HookedFiles(volatile, before)), overwrite=overwrite)
+        except PowerFailedError:
+            failed = True
+        for seed in range(6):
+            left = volatile.survivors(seed)
+            if not overwrite:
+                assert value_of("/x/step-1", files=left) == 1.0
+            try:
+                found = value_of(f"/x/{name}", files=left)
+            except CheckpointNotFoundError:
+                assert not overwrite
+                found = 0.0
+            outcomes.add(found)
+            if not failed:
+                assert found == 2.0  # the save had returned: nothing may be lost
+        if not failed:
+            break
+        number += 1
+    assert outcomes == ({1.0, 2.0} if overwrite else {0.0, 2.0})
+
+
+class Frozen:
+    """Passes calls on until one fails; after that, nothing has any effect."""
+
+    def __init__(self, files: HookedFiles) -> None:
+        self._files = files
+        self._dead = False
+        self.url = files.url
+        self.renames = files.renames
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._dead:
+                raise PowerFailedError
+            try:
+                result = getattr(self._files, name)(*args, **kwargs)
+            except PowerFailedError:
+                self._dead = True
+                raise
+            return FrozenWriter(self, result) if name == "create" else result
+
+        return call
+
+
+class FrozenWriter:
+    def __init__(self, files: Frozen, writer: Any) -> None:
+        self._files = files
+        self._writer = writer
+
+    @property
+    def position(self) -> int:
+        return int(self._writer.position)
+
+    def _guarded(self, name: str, *args: Any) -> None:
+        if self._files._dead:
+            raise PowerFailedError
+        try:
+            getattr(self._writer, name)(*args)
+        except PowerFailedError:
+            self._files._dead = True
+            raise
+
+    def append(self, data: memoryview) -> None:
+        self._guarded("append", data)
+
+    def close(self) -> None:
+        self._guarded("close")
+
+    def abort(self) -> None:
+        self._guarded("abort")
+
+
+# -------------------------------------------------------------------------------------- every store: C15
+
+
+@pytest.fixture
+def files(store_url: str) -> Files:
+    return open_files(store_url)
+
+
+def test_a_checkpoint_is_committed_replaced_and_listed_on_every_store(
+    store_url: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync() stops every process of the machine"))
+    save(state(1.0), f"{store_url}/step-1")
+    save(state(2.0), f"{store_url}/step-2")
+    assert [value_of(f"{store_url}/step-{step}") for step in (1, 2)] == [1.0, 2.0]
+    with pytest.raises(CheckpointExistsError):
+        save(state(9.0), f"{store_url}/step-2")
+    save(state(3.0), f"{store_url}/step-2", overwrite=True)
+    assert value_of(f"{store_url}/step-2") == 3.0
+    assert committed_steps(files) == [1, 2]
+    assert [(info.name, info.state, info.world_size) for info in list_checkpoints(files)] == [
+        ("step-1", CheckpointState.COMPLETE, 1),
+        ("step-2", CheckpointState.COMPLETE, 1),
+    ]
+    assert len(files.entries("step-2")) == 3  # what was replaced is gone
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "same step"])
+def test_a_failure_at_any_call_leaves_nothing_visible_and_nothing_after_prune(
+    store_url: str, files: Files, overwrite: bool
+) -> None:
+    save(state(1.0), f"{store_url}/step-1")
+    name = "step-1" if overwrite else "step-2"
+    committed, number = False, 0
+    while not committed:
+
+        def before(current: int, _operation: str, _path: str, number: int = number) -> None:
+            if current == number:
+                raise StorageError("the network is down")
+
+        hooked = HookedFiles(files, before)
+        try:
+            save(state(2.0), f"{store_url}/{name}", files=hooked, overwrite=overwrite)
+        except StorageError:
+            pass
+        else:
+            break
+        try:
+            found = value_of(f"{store_url}/{name}")
+        except CheckpointNotFoundError:
+            assert not overwrite
+            found = 0.0
+        committed = found == 2.0  # it failed behind the commit: while that was read back, or synced
+        assert found in {0.0, 1.0, 2.0}
+        number += 1
+    assert number > 10
+    assert value_of(f"{store_url}/step-1") == (2.0 if overwrite else 1.0)
+    prune(files, min_age_secs=-1, dry_run=False)
+    assert {entry.name for entry in files.entries("")} == {"step-1", name}
+    assert len(files.entries(name)) == 3
+    assert files.uploads("") == []
+
+
+def test_folders_with_other_files_are_not_replaced(store_url: str, files: Files) -> None:
+    files.make_folder("step-1")
+    files.put("step-1/notes.txt", b"mine")
+    with pytest.raises(CheckpointExistsError, match=r"not of a checkpoint.*\n  - notes\.txt"):
+        save(state(1.0), f"{store_url}/step-1", overwrite=True)
+    assert read_bytes(files, "step-1/notes.txt") == b"mine"
+    prune(files, min_age_secs=-1, dry_run=False)
+    assert read_bytes(files, "step-1/notes.txt") == b"mine"
+
+
+def test_what_an_unfinished_save_of_stock_left_is_replaced(store_url: str, files: Files) -> None:
+    files.make_folder("step-1")
+    files.put("step-1/__0_0.distcp", b"half")
+    files.put("step-1/.metadata.tmp", b"half")
+    (info,) = list_checkpoints(files)
+    assert (info.state, info.problem) == (CheckpointState.INCOMPLETE, "a save that did not finish")
+    save(state(1.0), f"{store_url}/step-1")
+    assert value_of(f"{store_url}/step-1") == 1.0
+    assert len(files.entries("step-1")) == 3
+
+
+# -------------------------------------------------------------------------------------- two jobs
+
+
+def both(files: Files, *, overwrite: bool) -> list[CheckpointExistsError | StorageError | None]:
+    """Two jobs begin the same checkpoint, and commit one after the other."""
+    attempts = [commit.begin(files, "step-1", overwrite=overwrite) for _ in range(2)]
+    outcomes: list[CheckpointExistsError | StorageError | None] = []
+    for attempt in attempts:
+        name = attempt.data_file(0, 0)
+        files.put(f"{attempt.folder}/{name}", b"data")
+        try:
+            data = [FileSums(name, 4, "")]
+            commit.commit(files, attempt, attempt.id.encode(), data=data, world_size=1)
+        except StorageError as error:
+            outcomes.append(error)
+        else:
+            outcomes.append(None)
+    assert read_bytes(files, "step-1/.metadata") in {attempt.id.encode() for attempt in attempts}
+    return outcomes
+
+
+def test_of_two_jobs_on_s3_the_first_commit_wins(s3_bucket: str) -> None:
+    files = open_files(f"{s3_bucket}/two-jobs")
+    first, second = both(files, overwrite=False)
+    assert first is None
+    assert isinstance(second, CheckpointExistsError)
+    assert "another job" in str(second)
+    assert len(files.entries("step-1")) == 3
+    first, second = both(files, overwrite=True)
+    assert first is None
+    assert isinstance(second, StorageError)
+    assert len(files.entries("step-1")) == 3
+
+
+def test_a_put_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = open_files("memory://lossy")
+    put = files.put
+    monkeypatch.setattr(
+        files, "put", lambda path, data: put(path, data[: -1 if ".metadata" in path else None])
+    )
+    with pytest.raises(StorageError, match="does not hold what was just written"):
+        save(state(1.0), "memory://lossy/step-1", files=files)
+
+
+def upload_and_die(url: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the fork server was started before the store
+
+    def before(_number: int, operation: str, _path: str) -> None:
+        if operation == "close":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    tensors = {"w": torch.ones(5 << 20)}  # 20 MB, in parts
+    parent = url.rpartition("/")[0]
+    save(tensors, url, files=HookedFiles(open_files(parent), before))
+
+
+def test_a_killed_upload_is_found_and_aborted(s3_bucket: str) -> None:
+    root = f"{s3_bucket}/killed"
+    save(state(1.0), f"{root}/step-1")
+    process = _CONTEXT.Process(target=upload_and_die, args=(f"{root}/step-2", dict(os.environ)))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    files = open_files(root)
+    (upload,) = files.uploads("")
+    assert upload.name.startswith("step-2/__0_0.")
+    assert committed_steps(files) == [1]
+    planned = prune(files, min_age_secs=-1)
+    assert [removal.path for removal in planned if removal.is_upload] == [upload.name]
+    assert files.uploads("")
+    prune(files, min_age_secs=-1, dry_run=False)
+    assert files.uploads("") == []
+    assert value_of(f"{root}/step-1") == 1.0
