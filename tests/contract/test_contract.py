@@ -17,7 +17,7 @@ from tests.contract import used
 from tests.contract.refresh import RELEASES, TABLE
 from tests.contract.sources import Sources
 
-MODULES = {"_dtensor_spec", "_ops", "_python_dispatch"}  # the docstring lists what they contain
+MODULES = {"_compile", "_dtensor_spec", "_ops", "_python_dispatch"}  # the docstring lists what they contain
 REFRESH = "look them up: python -m tests.contract.refresh"
 
 
@@ -54,7 +54,7 @@ def test_the_list_of_private_names_is_the_code() -> None:
     assert listed == set(used.PRIVATE) - modules
 
 
-MODULES = {"_dtensor_spec", "_ops", "_python_dispatch"}  # the docstring lists what they contain
+MODULES = {"_compile", "_dtensor_spec", "_ops", "_python_dispatch"}  # the docstring lists what they contain
 
 
 def test_no_protocol_of_the_device_is_left_out() -> None:

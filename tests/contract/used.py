@@ -12,6 +12,8 @@ DEVICE_CHECK = ROOT / "integration" / "device_check.py"
 PRIVATE = {
     "_StorageInfo": "torch.distributed.checkpoint.filesystem._StorageInfo",
     "_MEM_FORMAT_ENCODING": "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "_compile": "torch._compile",
+    "_disable_dynamo": "torch._compile._disable_dynamo",
     "_dtensor_spec": "torch.distributed.tensor._dtensor_spec",
     "_local_tensor": "torch.distributed.tensor.DTensor._local_tensor",
     "_spec": "torch.distributed.tensor.DTensor._spec",
