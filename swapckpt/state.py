@@ -68,6 +68,15 @@ class StateTensor:
         """The mirror's local shard: exact-size host memory."""
         return local_of(self.mirror)
 
+    @property
+    def is_intact(self) -> bool:
+        """False after somebody gave the mirror other memory (``mirror.data = ...``)."""
+        return self.host.data_ptr() == self.segment.address(self.region)
+
+    def renew(self) -> None:
+        """A fresh mirror over the region, for one that was given other memory."""
+        self.mirror = wrap_local(self.segment.mirror(self.region, self.spec), self.placement)
+
     def fits(self, value: object) -> TypeGuard[Tensor]:
         """True when a value that somebody put in place of ours fits the same region."""
         if not isinstance(value, torch.Tensor):
@@ -439,7 +448,6 @@ class StateTable:
     @staticmethod
     def _drop(batch: Batch, tensor: StateTensor) -> None:
         batch.tensors.remove(tensor)
-        batch.placement = NOTHING_PLACED  # it would keep the mirror's memory
         if all(other.segment is not tensor.segment for other in batch.tensors):
             batch.segments.remove(tensor.segment)
 
@@ -452,7 +460,7 @@ class StateTable:
         for tensor in batch.tensors:
             if tensor.segment is old:
                 before, tensor.segment = tensor.mirror, new
-                tensor.mirror = wrap_local(new.mirror(tensor.region, tensor.spec), tensor.placement)
+                tensor.renew()
                 values = state.get(tensor.param, {})
                 if values.get(tensor.id.key) is before:
                     values[tensor.id.key] = tensor.mirror

@@ -56,14 +56,18 @@ class _Progress:
         self.error: BaseException | None = None
         self.error_seq = 0
 
-    def run(self, job: Callable[[], None], seq: int) -> None:
-        """Run one job; after a failure later jobs are skipped until the error is cleared."""
-        error: BaseException | None = None
+    def attempt(self, job: Callable[[], None]) -> BaseException | None:
+        """Run one job and return its failure; after one, later jobs are skipped until the error is
+        cleared."""
         if self.error is None:
             try:
                 job()
             except BaseException as caught:  # noqa: BLE001 - kept and raised by every event that covers it
-                error = caught
+                return caught
+        return None
+
+    def finish(self, seq: int, error: BaseException | None) -> None:
+        """Job ``seq`` has been attempted: let everyone know who waits."""
         with self.changed:
             if error is not None:
                 self.error_seq = seq  # before the error: a waiter reads both without the lock
@@ -79,8 +83,12 @@ class _Progress:
 
 def _work(jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None], progress: _Progress) -> None:
     while (item := jobs.get()) is not None:
-        progress.run(*item)
-        del item  # the job holds tensors: an idle worker must not keep them alive
+        job, seq = item
+        error = progress.attempt(job)
+        # Its tensors must die before the job counts as done. An idle worker would keep them alive; and once
+        # nobody waits any more the interpreter may be ending, in which a thread that frees a tensor aborts.
+        del item, job
+        progress.finish(seq, error)
 
 
 class _ThreadRunner:
@@ -132,7 +140,8 @@ class _QueueRunner:
 
     def advance(self, num_jobs: int) -> None:
         for _ in range(min(num_jobs, len(self._jobs))):
-            self._progress.run(*self._jobs.popleft())
+            job, seq = self._jobs.popleft()
+            self._progress.finish(seq, self._progress.attempt(job))
 
     def pending(self) -> int:
         return len(self._jobs)
@@ -307,6 +316,9 @@ class _ComputeStream:
 
 class CpuDevice:
     """Worker-thread streams over host memory.
+
+    Streams and update share the cores: with several intra-op threads those of OpenMP spin where copies could
+    run. ``torch.set_num_threads(1)`` or ``OMP_WAIT_POLICY=passive`` avoids that.
 
     Freed staging buffers stay cached for the next step, as in an accelerator's allocator: touching fresh
     memory costs more than copying it. ``empty_cache`` returns them; the ledger never counts them.

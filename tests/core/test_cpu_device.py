@@ -395,6 +395,25 @@ def test_an_idle_worker_keeps_no_tensor_alive() -> None:
     wait_until(lambda: gone() is None)
 
 
+def test_the_tensors_of_a_copy_die_before_it_counts_as_done() -> None:
+    """Afterwards the interpreter may be ending, in which a worker that frees a tensor aborts the process."""
+    happened: list[str] = []
+
+    class Tag:
+        def __del__(self) -> None:
+            time.sleep(0.05)  # lets whoever waits for the copy go first, if it may
+            happened.append("freed")
+
+    device, source, target = CpuDevice("thread"), buffer(), buffer()
+    source.tag = Tag()  # type: ignore[attr-defined] # dies with the tensor
+    device.load.copy([(target, source)])
+    del source
+    device.load.record().synchronize(FOREVER_SECS)
+    happened.append("done")
+    wait_until(lambda: len(happened) == 2)
+    assert happened == ["freed", "done"]
+
+
 FORK = """
 import os, threading, torch
 from swapckpt.device import CpuDevice, cpu

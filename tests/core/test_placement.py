@@ -1,0 +1,44 @@
+"""Where tensors lie in staging is worked out once for all steps that move the same ones."""
+
+from __future__ import annotations
+
+import torch
+
+from swapckpt import SwapConfig, swap_optimizer
+from swapckpt.device import CpuDevice
+from swapckpt.optimizer import Swap, swap_of
+
+
+def start() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Swap]:
+    """Three parameters in one batch, stepped once."""
+    params = [torch.nn.Parameter(torch.randn(size)) for size in (300, 40, 500)]
+    optimizer = swap_optimizer(
+        torch.optim.AdamW(params), SwapConfig(swap_times=1, min_numel=16), device=CpuDevice()
+    )
+    step(params, optimizer)
+    return params, optimizer, swap_of(optimizer)
+
+
+def step(
+    params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, *, without: int | None = None
+) -> None:
+    for index, param in enumerate(params):
+        param.grad = None if index == without else torch.randn_like(param)
+    optimizer.step()
+
+
+def test_a_placement_is_kept_while_the_same_tensors_move() -> None:
+    params, optimizer, swap = start()
+    (batch,) = swap.table.batches
+    step(params, optimizer)
+    everything = batch.placement
+    assert len(everything.tensors) == 6
+    step(params, optimizer)
+    assert batch.placement is everything
+    step(params, optimizer, without=1)
+    assert [tensor.id.param for tensor in batch.placement.tensors] == ["group0.param0"] * 2 + [
+        "group0.param2"
+    ] * 2
+    assert batch.placement.nbytes < everything.nbytes
+    step(params, optimizer)
+    assert batch.placement == everything
