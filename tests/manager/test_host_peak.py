@@ -31,7 +31,7 @@ def test_c17_host_peak_of_a_save_and_a_load(tmp_path: Path) -> None:
     for figures in (saved, loaded):
         # What was resident was the peak: what the peak rises by is due to the save or load alone.
         assert figures["peak_before_nbytes"] - figures["resident_nbytes"] <= 0.02 * STATE_NBYTES
-    assert saved["peak_after_nbytes"] - saved["resident_nbytes"] <= 0.15 * STATE_NBYTES
+    assert saved["peak_after_nbytes"] - saved["resident_nbytes"] <= 0.3 * STATE_NBYTES  # cloning would be 1.0
     assert STATE_NBYTES <= loaded["peak_after_nbytes"] - loaded["resident_nbytes"] <= 1.15 * STATE_NBYTES
     assert loaded["device_nbytes"] == loaded["device_peak_nbytes"] == 0
     assert loaded["sums"] == saved["sums"] == [NUMEL * (1.0 + number) for number in range(NUM_PARAMS)]

@@ -354,10 +354,11 @@ def test_plain_shards_and_other_placements_are_refused(run_ranks: RankRunner) ->
 def planner_failures(path: Path) -> dict[int, str]:
     model, optimizer = build("fsdp", "AdamW")
     save(model, swapckpt.StateManager(model, optimizer, CONFIG), path)
-    width = WIDTH if dist.get_rank() == 0 else WIDTH + 1  # only rank 1 cannot read it
-    narrow = {"model": {"head.weight": torch.zeros(3, width)}}
+    parameters = get_model_state_dict(model)
+    if dist.get_rank() == 1:  # only one rank cannot read it
+        parameters["head.weight"] = torch.zeros(3, WIDTH + 1)
     try:
-        dcp.load(narrow, checkpoint_id=path, planner=swapckpt.StrictLoadPlanner())
+        dcp.load({"model": parameters}, checkpoint_id=path, planner=swapckpt.StrictLoadPlanner())
     except CheckpointException as error:
         return {rank: str(problem) for rank, (problem, _) in error.failures.items()}
     return {}
