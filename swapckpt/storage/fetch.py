@@ -204,6 +204,8 @@ def check_stock_item(item: SavedItem) -> None:
 def _load_by_torch(data: bytes, *, origin: str) -> object:
     try:
         value: object = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:
         raise CorruptCheckpointError(f"{origin} cannot be loaded without running code ({error}).") from error
     return value

@@ -100,7 +100,7 @@ def unpickle(
     check_opcodes(data, origin=origin)
     try:
         value: object = _Unpickler(data, allowed, origin=origin, persistent_load=persistent_load).load()
-    except (UnsafePickleError, CorruptCheckpointError):
+    except (UnsafePickleError, CorruptCheckpointError, MemoryError):
         raise
     # A damaged pickle can make the allowed constructors raise anything; all of it means the same.
     except Exception as error:

@@ -63,6 +63,8 @@ def _records(data: bytes, *, origin: str) -> dict[str, bytes]:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             infos = _bounded(archive, len(data))
             return {info.filename.partition("/")[2]: archive.read(info) for info in infos}
+    except MemoryError:
+        raise
     # zipfile meets damage with whatever it runs into: struct.error, OSError, NotImplementedError, ...
     except Exception as error:
         raise CorruptCheckpointError(f"{origin} is not a readable archive ({error!r}).") from error
