@@ -11,6 +11,7 @@
 | ``filesystem._StorageInfo`` | where an item lies, as DCP's ``.metadata`` has it | 2.11 - 2.14 |
 | ``metadata._MEM_FORMAT_ENCODING`` | how DCP's ``.metadata`` writes a memory format | 2.11 - 2.14 |
 | ``TorchDispatchMode``, ``OpOverload._schema`` | which tensors an operation reads and writes |
+| ``torch._disable_dynamo`` | as on torch's own ``step``: ``torch.compiler.disable`` imports the compiler |
 | ``_init_optim_state`` (by name) | the fake step of DCP's state-dict helpers |
 
 All of them exist in torch 2.11 to 2.14; a test checks the installed one.
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
+from torch._compile import _disable_dynamo as disable_dynamo
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
 from torch.distributed.tensor import DTensor
@@ -46,6 +48,7 @@ __all__ = [
     "StepFunction",
     "StorageInfo",
     "called_by_fake_step",
+    "disable_dynamo",
     "is_scheduler_wrapper",
     "local_of",
     "spec_for",

@@ -9,6 +9,13 @@ from typing import cast
 from swapckpt.errors import ConfigError
 
 
+def require_instance(name: str, value: object, kind: type) -> None:
+    """Raise ConfigError unless ``value`` is an instance of ``kind``."""
+    if not isinstance(value, kind):
+        msg = f"{name} must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__} {value!r:.60}."
+        raise ConfigError(msg)
+
+
 def require_int(name: str, value: object, *, minimum: int) -> None:
     """Raise ConfigError unless ``value`` is an int (not a bool) of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:

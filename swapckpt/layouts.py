@@ -8,6 +8,7 @@ without parameters is not in it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from swapckpt.errors import SchemaError, ShardError, listing
 from swapckpt.statedict import overwrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -52,6 +53,31 @@ def flat_layout(views: Iterable[StateView]) -> dict[str, object]:
     return flat
 
 
+def _require_form(state_dict: object) -> None:
+    """Raise SchemaError about a state dict whose parts are not even of the right types.
+
+    Raises:
+        SchemaError: Lists every part that is not.
+    """
+    if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
+        msg = f"Expected a state dict with strings as keys, found {type(state_dict).__name__}."
+        raise SchemaError(msg)
+    problems = []
+    state, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if isinstance(state, Mapping) != isinstance(groups, list):
+        wrong = "'param_groups' is not a list" if isinstance(state, Mapping) else "'state' is not a mapping"
+        problems.append(f"'state' and 'param_groups' come together; {wrong}")
+    for name, values in state.items() if isinstance(state, Mapping) else ():
+        if not isinstance(values, Mapping):
+            problems.append(f"state of {name!r}: expected a mapping, found {type(values).__name__}")
+    for index, group in enumerate(groups) if isinstance(groups, list) else ():
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            problems.append(f"param_groups[{index}]: expected a mapping with a list of 'params'")
+    if problems:
+        msg = f"This is not a state dict of an optimizer:{listing(problems)}"
+        raise SchemaError(msg)
+
+
 class Incoming:
     """A state dict sorted by parameter. What belongs to no parameter is collected as a problem.
 
@@ -69,6 +95,7 @@ class Incoming:
     def from_layout(cls, state_dict: Mapping[str, object], views: Sequence[StateView]) -> Incoming:
         """Read the nested or the flat layout; any alias of a tied parameter is accepted."""
         incoming = cls(views)
+        _require_form(state_dict)
         params = {alias: param for view in views for _, param in view.params() for alias in view.names[param]}
         state, groups = state_dict.get("state"), state_dict.get("param_groups")
         if isinstance(state, dict) and isinstance(groups, list):
@@ -81,6 +108,7 @@ class Incoming:
     def from_positions(cls, state_dict: Mapping[str, object], view: StateView) -> Incoming:
         """Read torch's own layout, in which parameters are matched by their position in the groups."""
         incoming = cls([view], with_fields=False)
+        _require_form(state_dict)
         state, groups = state_dict.get("state"), state_dict.get("param_groups")
         if not isinstance(state, dict) or not isinstance(groups, list):
             msg = f"Expected a state dict with 'state' and 'param_groups', found {sorted(state_dict)}."

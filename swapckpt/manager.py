@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from swapckpt._torch import local_of
-from swapckpt.config import SwapConfig
+from swapckpt.config import SwapConfig, require_bool, require_instance, require_positive
 from swapckpt.device import device_for
-from swapckpt.errors import FqnError, listing
+from swapckpt.errors import ConfigError, FqnError, listing
 from swapckpt.fqn import named_parameters
 from swapckpt.layouts import Incoming, flat_layout, nested_layout
 from swapckpt.optimizer import is_swapped, recovery, release, swap_of, swap_optimizer, swapped_state
@@ -26,8 +28,7 @@ from swapckpt.update import unhooked_step
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch import Tensor
 
     from swapckpt.device import Device
 
@@ -70,8 +71,15 @@ class StateManager:
         flat: bool = False,
         device: Device | None = None,
     ) -> None:
+        require_instance("model", model, nn.Module)
         self.model = model
         self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
+        if not self.optimizers:
+            msg = "optimizer must be an optimizer or a mapping of at least one name to an optimizer, got {}."
+            raise ConfigError(msg)
+        for name, each in self.optimizers.items():
+            require_instance(f"optimizer {name!r}", each, Optimizer)
+        require_bool("flat", flat)
         self.flat = flat
         self._config = config if config is not None else SwapConfig()
         self._names = named_parameters(model)
@@ -133,11 +141,9 @@ class StateManager:
 
     def _sync(self) -> None:
         """Follow parameters and groups that were added since the last call."""
-        params = (
-            p for each in self.optimizers.values() for group in each.param_groups for p in group["params"]
-        )
-        if any(param not in self._names for param in params):
-            self._names.update(named_parameters(self.model))
+        names = named_parameters(self.model)
+        self._names.clear()  # in place: views share it, and a parameter that was replaced must lose its name
+        self._names.update(names)
         self._check_ownership()
         for optimizer in self.optimizers.values():
             if is_swapped(optimizer):
@@ -259,6 +265,8 @@ class StateManager:
         Args:
             gbps: Bandwidth of the link in GB/s, each direction. None measures it with one pinned copy.
         """
+        if gbps is not None:
+            require_positive("gbps", gbps)
         self._sync()
         swaps = self._swaps()
         device = swaps[0].device if swaps else device_for(self._torch_device(), timeout_secs=60.0)

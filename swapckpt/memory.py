@@ -42,6 +42,7 @@ class HostSlab:
 
     owner: npt.NDArray[np.uint8]
     tensor: Tensor  # uint8, the whole slab
+    address: int
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +68,10 @@ class HostSegment:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    def address(self, region: Region) -> int:
+        """Where the region lies in this process."""
+        return self.slab.address + self.offset_nbytes + region.offset_nbytes
 
     def mirror(self, region: Region, spec: TensorSpec) -> Tensor:
         """An exact-size alias of one region."""
@@ -155,7 +160,7 @@ def _pinned_slab(device: Device, nbytes: int) -> HostSlab:
 def _accounted(ledger: Ledger, owner: npt.NDArray[np.uint8], tensor: Tensor) -> HostSlab:
     ledger.hold_host(tensor.nbytes)
     weakref.finalize(owner, ledger.drop_host, tensor.nbytes)
-    return HostSlab(owner, tensor)
+    return HostSlab(owner, tensor, tensor.data_ptr())
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from swapckpt._torch import (
     track_step_calls,
     wrap_local,
 )
-from swapckpt.config import SwapConfig
+from swapckpt.config import SwapConfig, require_instance
 from swapckpt.device import device_for
 from swapckpt.errors import (
     AdoptionError,
@@ -205,6 +205,8 @@ def swap_optimizer(
         ConfigError: ``state_keys`` names a key that the optimizer does not create.
     """
     config = config if config is not None else SwapConfig()
+    require_instance("optimizer", optimizer, Optimizer)
+    require_instance("config", config, SwapConfig)
     _refuse(optimizer)
     torch_device = _common_device(optimizer)
     device = device if device is not None else device_for(torch_device, timeout_secs=config.timeout_secs)

@@ -49,13 +49,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     Args:
         destinations: State managers that this load reads into.
         allow_cast: Let DCP cast to the destination's dtype. Values may be rounded or wrap around.
-        allow_partial: Leave destinations that the checkpoint does not have as they are. State of a
-            ``StateManager`` that was never created stays so, then.
+        allow_partial: Leave destinations that the checkpoint does not have as they are, and what else it has
+            unread. State of a ``StateManager`` that was never created stays so, then.
         flatten_state_dict: As in ``DefaultLoadPlanner``.
 
     Raises:
         SchemaError: From planning, before anything is read: lists every entry that is missing, misshaped or
-            wrongly typed, sorted, with what was expected and what was found.
+            wrongly typed, or that the checkpoint has and the destination lacks, sorted, with what was
+            expected and what was found. Other top-level names of the checkpoint are not looked at.
     """
 
     def __init__(
@@ -94,11 +95,24 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             for key, destination in self.state_dict.items()
             if (problem := self._problem(key, destination, self.metadata)) is not None
         ]
+        problems += [f"{key}: unexpected" for key in self._unexpected(self.metadata)]
         if problems:
             msg = (
                 f"The checkpoint does not fit; nothing was read. {len(problems)} entries:{listing(problems)}"
             )
             raise SchemaError(msg) from cause
+
+    def _unexpected(self, metadata: Metadata) -> list[str]:
+        """What the checkpoint has under the names that are loaded and the destination does not."""
+        if self.allow_partial_load:
+            return []
+        loaded = {path[0] for path in self.mappings.values() if len(path) > 1}
+        found = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        return [
+            key
+            for key in metadata.state_dict_metadata
+            if key not in self.state_dict and found.get(key, (None,))[0] in loaded
+        ]
 
     def _problem(self, key: str, destination: object, metadata: Metadata) -> str | None:
         entries = metadata.state_dict_metadata

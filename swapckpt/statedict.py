@@ -39,6 +39,9 @@ Values = dict[str, object]
 Wanted = tuple["Tensor", str, "TensorSpec", "DTensorSpec | None"]
 """State to reserve memory for: its parameter, key, local geometry and placement."""
 
+Homes = dict[int, tuple["Tensor", str, tuple[int, ...]]]
+"""By address: the parameter and key whose state lies there, and with which strides."""
+
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -175,6 +178,16 @@ class StateView(ABC):
 
     # ------------------------------------------------------------------ checking and restoring
 
+    def _homes(self) -> Homes:
+        """Whose memory is where: what a restore is going to overwrite."""
+        homes: Homes = {}
+        for _, param in self.params():
+            for key, value in (self.optimizer.state.get(param) or self._templates.get(param, {})).items():
+                if isinstance(value, torch.Tensor):
+                    local = local_of(value)
+                    homes[local.data_ptr()] = (param, key, local.stride())
+        return homes
+
     def problems(self, incoming: Mapping[Tensor, Values], *, allow_missing: bool = False) -> list[str]:
         """Everything about ``incoming`` that does not fit. Changes nothing."""
         found = []
@@ -213,11 +226,12 @@ class StateView(ABC):
         ``incoming`` has passed ``problems``. Tensors that ``values`` handed out are recognised and not
         copied.
         """
+        homes = self._homes()
         created = {param: values for param, values in incoming.items() if not _not_created(values)}
         for _, param in self.params():
             if param not in created:
                 self._unbind(param)
-        self._bind({param: values for param, values in created.items() if values})
+        self._bind(_unentangled({param: each for param, each in created.items() if each}, homes))
         for param in created:
             self._templates.pop(param, None)
 
@@ -347,10 +361,9 @@ class SwappedState(StateView):
                 if tensor is None:
                     bound[key] = self._small(entry, key, live=live.get(key), value=value)
                     continue
-                source = local_of(value) if isinstance(value, torch.Tensor) else None
-                if source is not None and source.data_ptr() != tensor.host.data_ptr():
+                if isinstance(value, torch.Tensor) and not _is_same(local_of(value), tensor.host):
                     self._pass_gate(entry)
-                    tensor.host.copy_(source)
+                    tensor.host.copy_(local_of(value))
                 bound[key] = tensor.mirror
             self.optimizer.state[param] = bound
 
@@ -420,22 +433,46 @@ class SwappedState(StateView):
 
     def follow(self) -> None:
         """Take over what others put into ``optimizer.state`` in place of mirrors since the last step."""
-        for entry in self._table.entries.values():
+        state, entries = self.optimizer.state, self._table.entries.values()
+        # By get: asking torch's state for what it does not have creates an empty entry.
+        changed = {
+            entry.param: values
+            for entry in entries
+            if (values := state.get(entry.param)) is not None and self._is_changed(entry)
+        }
+        for param, values in _unentangled(changed, self._homes()).items() if changed else ():
+            state[param].update(values)
+        for entry in entries:
             self._follow(entry)
+
+    def _is_changed(self, entry: ParamState) -> bool:
+        values: Values = self.optimizer.state.get(entry.param, {})
+        return any(
+            values.get(key) is not tensor.mirror or not tensor.is_intact
+            for key, tensor in entry.tensors.items()
+        )
+
+    def _homes(self) -> Homes:
+        homes = super()._homes()
+        for batch in self._table.batches:
+            for tensor in batch.tensors:
+                homes[tensor.host.data_ptr()] = (tensor.param, tensor.id.key, tensor.host.stride())
+        return homes
 
     def _follow(self, entry: ParamState) -> None:
         values: Values = self.optimizer.state.get(entry.param, {})
         for key, tensor in list(entry.tensors.items()):
             value = values.get(key)
+            if not tensor.is_intact:
+                tensor.renew()
             if value is tensor.mirror:
                 continue
             if not tensor.fits(value):
                 self._table.set_aside(entry, key)
                 continue
-            source = local_of(value)
-            if source.data_ptr() != tensor.host.data_ptr():
+            if not _is_same(local_of(value), tensor.host):
                 self._pass_gate(entry)
-                tensor.host.copy_(source)
+                tensor.host.copy_(local_of(value))
             values[key] = tensor.mirror
 
     # ------------------------------------------------------------------ templates as live state
@@ -464,6 +501,37 @@ def _empty(spec: TensorSpec, placement: DTensorSpec | None, device: torch.device
     return wrap_local(local, placement)
 
 
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """True when two local tensors are the same elements of the same memory."""
+    where = (first.data_ptr(), first.stride(), first.device)
+    return where == (second.data_ptr(), second.stride(), second.device)
+
+
+def _unentangled(incoming: Mapping[Tensor, Values], homes: Homes) -> dict[Tensor, Values]:
+    """``incoming`` with a copy of everything that lies in the memory of another value.
+
+    State that is handed round among parameters (experts or layers that change places) would otherwise be
+    overwritten by the first copy before the second one reads it. What lies in its own place needs no copy.
+    """
+
+    def apart(param: Tensor, key: str, value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        local = local_of(value)
+        home = homes.get(local.data_ptr())
+        if home is None or local.numel() == 0:
+            return value
+        owner, *place = home
+        if owner is param and place == [key, local.stride()]:
+            return value
+        return wrap_local(local.clone(), spec_of(value))
+
+    return {
+        param: {key: apart(param, key, value) for key, value in values.items()}
+        for param, values in incoming.items()
+    }
+
+
 def overwrite(live: object, value: object, *, home: torch.device | None = None) -> object:
     """``value`` written into ``live`` if both are tensors of one form; else a copy of it, at ``home``."""
     if not isinstance(value, torch.Tensor):
@@ -471,7 +539,7 @@ def overwrite(live: object, value: object, *, home: torch.device | None = None) 
     if isinstance(live, torch.Tensor):
         target, source = local_of(live), local_of(value)
         if target.shape == source.shape and target.dtype == source.dtype:
-            if target.data_ptr() != source.data_ptr() or target.device != source.device:
+            if not _is_same(target, source):
                 target.copy_(source)
             return live
     copied = local_of(value).detach().to(home, copy=True)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import called_by_fake_step, local_of, without_step_hooks
+from swapckpt._torch import called_by_fake_step, disable_dynamo, local_of, without_step_hooks
 from swapckpt.errors import AdoptionError, GradientError, PhaseError, StateFailedError, StepError, listing
 from swapckpt.fence import Gate, LeasingGate
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
 from swapckpt.plan import partition
 from swapckpt.state import StateTable
-from swapckpt.update import BatchedUpdate, unhooked_step
+from swapckpt.update import BatchedUpdate, refuse_flags, unhooked_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +130,8 @@ class Swap:
         self.table.keep(live, optimizer.state)
         self._add(optimizer, fresh, live)
         self._subsets = self._group_subsets(optimizer)
+        for param in [param for param in self.names if param not in self.table.entries]:
+            del self.names[param]  # a name must not keep a parameter that is gone
 
     def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
         costs = [local_of(param).nbytes for param in fresh]
@@ -146,8 +148,8 @@ class Swap:
 
     def rename(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
         """Take the names (first one and aliases) of a model's parameters."""
-        self.names.update(names)
         for param, entry in self.table.entries.items():
+            self.names[param] = names.get(param, self.names[param])
             entry.name = self.names[param][0]
 
     def _name(self, optimizer: Optimizer, param: Tensor, group: int) -> str:
@@ -175,6 +177,7 @@ class Swap:
 
     # ------------------------------------------------------------------ the step
 
+    @disable_dynamo
     def step(self, optimizer: Optimizer, view: SwappedState, closure: Callable[[], object] | None) -> object:
         """One optimizer step through the pipeline. Returns the closure's loss."""
         self.require_idle("step")
@@ -185,6 +188,7 @@ class Swap:
         if self.device.is_capturing():
             msg = "Cannot step while a graph is captured: replaying it would not swap. Step outside of it."
             raise PhaseError(msg)
+        refuse_flags(optimizer)  # a load may have set one
         if self._is_fake_step(optimizer):
             view.bind_templates()
             return None
@@ -247,14 +251,19 @@ class Swap:
 
     def offload_existing(self, optimizer: Optimizer) -> None:
         """Move state that exists already into mirrors. On failure the bindings are as before."""
-        before = {param: dict(values) for param, values in optimizer.state.items()}
+        before = {
+            key: dict(values) if isinstance(values, dict) else values
+            for key, values in optimizer.state.items()
+        }
         for batch in self.table.batches:
             batch.active = [entry for entry in batch.params if optimizer.state.get(entry.param)]
         try:
             self.pipeline.run(optimizer.state, _no_update)
-        except StepError as error:
+        except BaseException as error:
             optimizer.state.clear()  # update() alone would put what was dropped at the end
             optimizer.state.update(before)
+            if not isinstance(error, StepError):
+                raise
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
 

@@ -9,6 +9,7 @@ batches.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -17,13 +18,14 @@ from swapckpt._torch import StepFunction, version_of
 from swapckpt.errors import UnsupportedOptimizerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from torch import Tensor
     from torch.optim import Optimizer
 
 Group = dict[str, object]
+Fields = MutableMapping[object, object]
 
 
 class _HookedStep(Protocol):
@@ -51,14 +53,88 @@ def unhooked_step(optimizer: Optimizer) -> StepFunction:
         if base.__name__ in _REFUSED and base.__module__.startswith("torch.optim"):
             msg = f"{cls.__name__} cannot be swapped: {_REFUSED[base.__name__]}."
             raise UnsupportedOptimizerError(msg)
-    for index, group in enumerate(optimizer.param_groups):
-        for flag, reason in _REFUSED_FLAGS.items():
-            if group.get(flag):
-                msg = f"{cls.__name__} with {flag}=True (group {index}) cannot be swapped: {reason}."
-                raise UnsupportedOptimizerError(msg)
+    refuse_flags(optimizer)
     # Torch wraps the step of every class it constructs; one level is its hook wrapper.
     step = cast("StepFunction", cls.step)
     return cast("_HookedStep", step).__wrapped__ if hasattr(step, "hooked") else step
+
+
+def refuse_flags(optimizer: Optimizer) -> None:
+    """Raise UnsupportedOptimizerError if a group has a flag that rules out stepping in batches."""
+    for index, group in enumerate(optimizer.param_groups):
+        for flag, reason in _REFUSED_FLAGS.items():
+            if group.get(flag):
+                name = type(optimizer).__name__
+                msg = f"{name} with {flag}=True (group {index}) cannot be swapped: {reason}."
+                raise UnsupportedOptimizerError(msg)
+
+
+class _Counters:
+    """What an optimizer advances once per call in one mapping: a group, its own attributes, its state.
+
+    Stepping in batches calls it several times; between them the values are put back, and at the end the
+    mapping holds what one call makes of it.
+    """
+
+    def __init__(
+        self, fields: MutableMapping[object, object], counts: Callable[[object, object], bool]
+    ) -> None:
+        self._fields, self._counts = fields, counts
+        self._before = {key: (value, _version(value)) for key, value in self._counted()}
+        self._pristine = {key: private_copy(value) for key, (value, _) in self._before.items()}
+        self.advanced: dict[object, object] | None = None
+
+    def _counted(self) -> list[tuple[object, object]]:
+        return [(key, value) for key, value in self._fields.items() if self._counts(key, value)]
+
+    def put_back(self) -> None:
+        """Undo what an earlier batch advanced, on copies: the mapping's own tensors keep what they advanced
+        to."""
+        for key in self.advanced or ():
+            if key in self._pristine:
+                self._fields[key] = private_copy(self._pristine[key])
+                self._before[key] = (self._fields[key], _version(self._fields[key]))
+            else:
+                self._fields.pop(key, None)
+
+    def note_advance(self, *, idle: bool, who: str) -> None:
+        """Remember what the first batch advanced, and hold later ones to it.
+
+        A batch without gradients (``idle``) may leave it as it is.
+        """
+        changed = {
+            key: value
+            for key, value in self._counted()
+            if key not in self._before or _touched(value, *self._before[key])
+        }
+        if idle and not changed:
+            return
+        if self.advanced is None:
+            self.advanced = changed
+        elif not _same(self.advanced, changed):
+            msg = (
+                f"{who} {sorted(map(str, self.advanced.keys() | changed))} by the parameters it steps, so "
+                " stepping in batches would change its result. It cannot be swapped."
+            )
+            raise UnsupportedOptimizerError(msg)
+
+    def finish(self) -> None:
+        """Leave the mapping as one call would have."""
+        self._fields.update(self.advanced or {})
+
+
+def _is_setting(key: object, value: object) -> bool:
+    del value
+    return key != "params"
+
+
+def _is_own_count(key: object, value: object) -> bool:
+    """A number that an optimizer keeps on itself; torch's own attributes begin with an underscore."""
+    return isinstance(key, str) and not key.startswith("_") and isinstance(value, int | float)
+
+
+def _is_no_parameter(key: object, value: object) -> bool:
+    return not isinstance(key, torch.Tensor) and not isinstance(value, dict)
 
 
 class BatchedUpdate:
@@ -69,11 +145,11 @@ class BatchedUpdate:
         self._step = step
         self._groups: list[Group] = optimizer.param_groups
         self._params = [group["params"] for group in self._groups]
-        self._before = [_fields(group) for group in self._groups]
-        self._pristine = [
-            {key: private_copy(value) for key, (value, _) in fields.items()} for fields in self._before
-        ]
-        self._advanced: dict[int, dict[str, object]] = {}
+        self._counters = [_Counters(cast("Fields", group), _is_setting) for group in self._groups]
+        self._shared = [_Counters(cast("Fields", optimizer.__dict__), _is_own_count)]
+        if not optimizer.state or not all(isinstance(key, torch.Tensor) for key in optimizer.state):
+            # Few optimizers do, and asking for it after every batch costs as much as their state is long.
+            self._shared.append(_Counters(cast("Fields", optimizer.state), _is_no_parameter))
 
     def __enter__(self) -> BatchedUpdate:  # noqa: PYI034 - typing.Self is not in Python 3.10
         return self
@@ -84,8 +160,8 @@ class BatchedUpdate:
         self._optimizer.param_groups = self._groups
         for group, params in zip(self._groups, self._params, strict=True):
             group["params"] = params
-        for index, fields in self._advanced.items():
-            self._groups[index].update(fields)
+        for counters in (*self._counters, *self._shared):
+            counters.finish()
 
     def run(self, subset: Iterable[tuple[int, list[Tensor]]]) -> None:
         """Step the parameters of ``subset``: pairs of group index and parameters, each group at most once.
@@ -95,51 +171,17 @@ class BatchedUpdate:
         chosen = list(subset)
         for index, params in chosen:
             self._groups[index]["params"] = params
-            self._put_back(index)
+            self._counters[index].put_back()
+        for counters in self._shared:
+            counters.put_back()
         self._optimizer.param_groups = [self._groups[index] for index, _ in chosen]
         self._step(self._optimizer)
-        for index, params in chosen:
-            self._note_advance(index, idle=all(param.grad is None for param in params))
-
-    def _put_back(self, index: int) -> None:
-        """Undo what an earlier batch advanced, on copies: the group's own tensors keep what they advanced
-        to."""
-        group, pristine = self._groups[index], self._pristine[index]
-        for key in self._advanced.get(index, ()):
-            if key in pristine:
-                group[key] = private_copy(pristine[key])
-                self._before[index][key] = (group[key], _version(group[key]))
-            else:
-                group.pop(key, None)
-
-    def _note_advance(self, index: int, *, idle: bool) -> None:
-        """Remember what the first batch of a group advanced, and hold later ones to it.
-
-        A batch without gradients (``idle``) may leave the group as it is.
-        """
-        before = self._before[index]
-        changed = {
-            key: value
-            for key, value in self._groups[index].items()
-            if key != "params" and (key not in before or _touched(value, *before[key]))
-        }
-        earlier = self._advanced.get(index)
-        if idle and not changed:
-            return
-        if earlier is None:
-            self._advanced[index] = changed
-        elif not _same(earlier, changed):
-            msg = (
-                f"{type(self._optimizer).__name__} advances group fields {sorted(earlier.keys() | changed)} "
-                "by the parameters it steps, so stepping in batches would change its result. It cannot be "
-                "swapped."
-            )
-            raise UnsupportedOptimizerError(msg)
-
-
-def _fields(group: Group) -> dict[str, tuple[object, int]]:
-    """Per field: the object itself, and its version if it is a tensor."""
-    return {key: (value, _version(value)) for key, value in group.items() if key != "params"}
+        owner = type(self._optimizer).__name__
+        idle = {index: all(param.grad is None for param in params) for index, params in chosen}
+        for index, is_idle in idle.items():
+            self._counters[index].note_advance(idle=is_idle, who=f"{owner} advances group fields")
+        for counters in self._shared:
+            counters.note_advance(idle=all(idle.values()), who=f"{owner} advances its own")
 
 
 def _version(value: object) -> int:
@@ -155,7 +197,7 @@ def private_copy(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _same(first: dict[str, object], second: dict[str, object]) -> bool:
+def _same(first: dict[object, object], second: dict[object, object]) -> bool:
     if first.keys() != second.keys():
         return False
     return all(
