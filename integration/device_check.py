@@ -2,10 +2,10 @@
 
     python integration/device_check.py --json result.json
 
-Needs torch, NumPy and this repository, a few minutes at most, and one device that ``torch.accelerator`` finds. It
-checks that results are equal as bits, that an idle optimizer holds no device memory and that a step holds
-what the formula says; and it measures steps and copies beside plain torch in the same run. Exit code 0: all
-checks passed; 1: one failed; 2: there is no accelerator.
+Needs torch, NumPy and this repository, a few minutes at most, and one device that ``torch.accelerator``
+finds. It checks that results are equal as bits, that an idle optimizer holds no device memory and that a step
+holds what the formula says; and it measures steps and copies beside plain torch in the same run. Exit code 0:
+all checks passed; 1: one failed; 2: there is no accelerator.
 """
 
 from __future__ import annotations

@@ -55,15 +55,19 @@ def dropped() -> dict[str, object]:
 
 
 def step(nth: int, *, existing: bool) -> dict[str, object]:
-    """A swapped step whose ``nth`` copy is refused, and what can be done after it.
+    """A swapped step whose ``nth`` copy is refused (-1: its last), and what can be done after it.
 
     Without ``existing`` state that step creates it.
     """
     module = npu.load()
     config = swapckpt.SwapConfig(swap_times=3, min_numel=0, timeout_secs=2.0)
-    training = Training({"fused": True}, config, all_active=True)  # one copy per batch and direction
+    training = Training({"fused": True}, config, all_active=True)
+    ledger = swap_of(training.optimizer).device.ledger
     if existing:
         training.step()
+        copies_before = ledger.num_loads + ledger.num_offloads
+        training.step()
+        nth %= ledger.num_loads + ledger.num_offloads - copies_before + 1
     before = _tensors(training.manager.state_dict())
     training.set_gradients()
     module.synchronize()
