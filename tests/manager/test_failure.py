@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class Flaky(torch.optim.AdamW):
     """Raises in its n-th call for a batch from now."""
 
-    fail_in = 0
+    _fail_in = 0
 
     @torch.no_grad()
     def step(self, closure: object = None) -> object:
-        self.fail_in -= 1
-        if self.fail_in == 0:
+        self._fail_in -= 1
+        if self._fail_in == 0:
             error = "the update failed"
             raise RuntimeError(error)
         return super().step(closure)
@@ -40,7 +40,7 @@ def build() -> tuple[Net, Flaky, swapckpt.StateManager]:
 
 def fail_midway(model: Net, optimizer: Flaky) -> None:
     backward(model, 9)
-    optimizer.fail_in = 2
+    optimizer._fail_in = 2
     with pytest.raises(StepError):
         optimizer.step()
     optimizer.zero_grad()
@@ -147,7 +147,7 @@ def test_one_failed_optimizer_of_several_stops_the_export_of_all() -> None:
     manager = swapckpt.StateManager(model, {"good": good, "bad": bad}, CONFIG)
     backward(model, 0, use_spare=True)
     good.step()
-    bad.fail_in = 2
+    bad._fail_in = 2
     with pytest.raises(StepError):
         bad.step()
     with pytest.raises(StateFailedError):
