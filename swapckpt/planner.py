@@ -1,4 +1,4 @@
-"""A load planner for DCP that compares all of a checkpoint with its destination before a byte is read."""
+"""A load planner for DCP that compares a checkpoint with its destination before a byte is read."""
 
 from __future__ import annotations
 

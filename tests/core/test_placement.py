@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from swapckpt import SwapConfig, swap_optimizer
 from swapckpt.device import CpuDevice
-from swapckpt.optimizer import Swap, swap_of
+from swapckpt.optimizer import swap_of
+
+if TYPE_CHECKING:
+    from swapckpt.swap import Swap
 
 
 def start() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Swap]:
