@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported, here or in a child: workers and ranks share few cores, and the CPU device brings
 # threads of its own.
@@ -18,9 +18,14 @@ import pytest  # noqa: E402
 from tests.multirank import RankRunner  # noqa: E402
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from swapckpt.testing import RaceDetector
+
 # Wall-clock deadlines fail on a busy machine; a failure anywhere must be repeatable from its printed blob.
+RACES = "SWAPCKPT_RACES"
+
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -45,3 +50,27 @@ def _seed() -> None:
 def run_ranks(tmp_path: Path) -> RankRunner:
     """``run_ranks(2, function, *args)``: the values of ``function(*args)`` on two gloo ranks."""
     return RankRunner(tmp_path)
+
+
+@pytest.fixture(autouse=RACES in os.environ)
+def race_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
+    """The test under the race detector: it fails if anything is left unordered.
+
+    Every optimizer that is adopted on a CPU device is watched. With SWAPCKPT_RACES=1 in the environment this
+    holds for all tests of a run.
+    """
+    from swapckpt import optimizer
+    from swapckpt.device import CpuDevice
+    from swapckpt.swap import Swap
+    from swapckpt.testing import CheckedDevice, RaceDetector
+
+    detector = RaceDetector()
+
+    def watched(*args: Any, device: Any, **options: Any) -> Swap:
+        checked = CheckedDevice(detector, device) if isinstance(device, CpuDevice) else device
+        return Swap(*args, device=checked, **options)
+
+    monkeypatch.setattr(optimizer, "Swap", watched)
+    with detector.watching():
+        yield detector
+    detector.check()

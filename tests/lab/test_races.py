@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from swapckpt import StateManager, SwapConfig
 from swapckpt.device import CpuDevice
 from swapckpt.testing import CheckedDevice, RaceDetector
+from tests.core.training import Recipe, Twins
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -116,3 +124,29 @@ def test_a_written_range_forgets_what_it_replaces(device: CheckedDevice) -> None
     for _ in range(100):
         detector.write(host)
     assert len(detector._blocks[0].accesses) == 1
+
+
+def test_steps_a_save_a_load_and_a_snapshot_run_under_the_fixture(
+    race_checked: RaceDetector, tmp_path: Path
+) -> None:
+    twins = Twins(Recipe(cls=torch.optim.AdamW), SwapConfig(swap_times=3, min_numel=16, spare_nbytes=1 << 30))
+    assert isinstance(twins.device, CpuDevice)
+    manager = StateManager(nn.ParameterList(twins.params), twins.swapped)
+    assert isinstance(twins.swap.device, CheckedDevice)
+    twins.step(2)
+    for value in twins.swapped.state.values():
+        race_checked.read(value["exp_avg"])
+    dcp.save({"optimizer": manager}, checkpoint_id=tmp_path, no_dist=True)
+    with manager.snapshot():
+        twins.step()
+    dcp.load({"optimizer": manager}, checkpoint_id=tmp_path, no_dist=True)
+    race_checked.check()
+    assert len(race_checked._blocks) > 0
+    stream = twins.swap.device.offload
+    tensor = next(iter(twins.swap.table.tensors()))
+    bytes_ = tensor.segment.bytes(tensor.region)
+    stream.copy([(bytes_, bytes_.clone())])
+    race_checked.read(tensor.host)
+    assert race_checked.races  # it does look: a read without a wait
+    race_checked.races.clear()
+    race_checked.unheld.clear()
