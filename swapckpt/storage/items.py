@@ -57,6 +57,7 @@ class Skeleton:
         payload_nbytes: Number of bytes in between.
         checksums_at: Where their CRC-32 stands in the footer; empty for a tensor without elements.
         header_crc: CRC-32 of the header.
+        nbytes: Length of the whole item.
     """
 
     header: bytes
@@ -64,11 +65,7 @@ class Skeleton:
     payload_nbytes: int
     checksums_at: tuple[int, ...]
     header_crc: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the whole item."""
-        return len(self.header) + self.payload_nbytes + len(self.footer)
+    nbytes: int
 
     def footer_with(self, checksum: int) -> bytes:
         """The footer for bytes of this CRC-32."""
@@ -113,7 +110,7 @@ def skeleton(dtype: torch.dtype, shape: tuple[int, ...]) -> Skeleton | None:
     split = len(sink.parts) if sink.payload_before is None else sink.payload_before
     header, footer = b"".join(sink.parts[:split]), b"".join(sink.parts[split:])
     if not tensor.numel():
-        return Skeleton(header, b"", 0, (), crc32(header))
+        return Skeleton(header, b"", 0, (), crc32(header), len(header))
     parsed = parse_header(header, origin="a new item")
     name_at = footer.find(b"archive/data/0")
     entry = footer[name_at - 46 :]
@@ -125,7 +122,8 @@ def skeleton(dtype: torch.dtype, shape: tuple[int, ...]) -> Skeleton | None:
         or entry[:4] != _CENTRAL_MAGIC
     ):
         return None
-    return Skeleton(header, footer, tensor.nbytes, (4, name_at - 46 + 16), crc32(header))
+    nbytes = len(header) + tensor.nbytes + len(footer)
+    return Skeleton(header, footer, tensor.nbytes, (4, name_at - 46 + 16), crc32(header), nbytes)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -134,20 +132,25 @@ def is_dense(tensor: Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not tensor.is_meta
 
 
+def check_storage(tensor: Tensor, *, name: str) -> None:
+    """Raise ReleasedStorageError when there is no memory behind a tensor: to read it crashes the process."""
+    storage_nbytes = tensor.untyped_storage().nbytes()
+    if storage_nbytes < (tensor.storage_offset() + _span(tensor)) * tensor.itemsize:
+        raise ReleasedStorageError(
+            f"{name}: the tensor of {tensor.nbytes} bytes has a storage of {storage_nbytes}. "
+            "It was released (swapped out, or resized): save the tensors that state_dict() hands out."
+        )
+
+
 def payload(tensor: Tensor, *, name: str) -> Iterator[memoryview]:
     """The bytes of a dense tensor in row-major order: its own memory where it is so on the host, else
     converted piece by piece. Each view is valid until the next is asked for.
 
     Raises:
-        ReleasedStorageError: The tensor's storage was released. Reading it would crash the process.
+        ReleasedStorageError: The tensor's storage was released.
     """
     tensor = tensor.detach()
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < (tensor.storage_offset() + _span(tensor)) * tensor.itemsize:
-        raise ReleasedStorageError(
-            f"{name}: the tensor of {tensor.nbytes} bytes has a storage of {storage.nbytes()}. "
-            "It was released (swapped out, or resized): save the tensors that state_dict() hands out."
-        )
+    check_storage(tensor, name=name)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         yield bytes_of(tensor)
         return

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from swapckpt._torch import MemoryFormatEncoding, StorageInfo
 from swapckpt.errors import CorruptCheckpointError
+from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.safe_pickle import AllowList, Call, maker, unpickle
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ def load_metadata(data: bytes, *, origin: str, allowed: AllowList = ALLOWED) -> 
         UnsafePickleError: It names a global that is not in ``allowed``.
         CorruptCheckpointError: It is damaged, or points outside its checkpoint.
     """
-    metadata = unpickle(data, allowed, origin=origin)
+    with collector_paused():
+        metadata = unpickle(data, allowed, origin=origin)
+        return _checked_or_corrupt(metadata, origin=origin)
+
+
+def _checked_or_corrupt(metadata: object, *, origin: str) -> Metadata:
     try:
         return _checked(metadata)
     # A pickle can leave out or retype any attribute of any record.

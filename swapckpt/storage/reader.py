@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError, SchemaError, listing
+from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.fetch import Box, SavedItem, fetch, whole_item
 from swapckpt.storage.files import open_files, split_url
 from swapckpt.storage.metadata import ALLOWED as METADATA
@@ -147,7 +148,8 @@ class SwapStorageReader(StorageReader):
         """Read this rank's items. (all ranks)"""
         if self._checkpoint is None:
             raise PlanError("read_data() was called without read_metadata() on this reader.")
-        requests = [_request(self._checkpoint, planner, item) for item in plan.items]
+        with collector_paused():
+            requests = [_request(self._checkpoint, planner, item) for item in plan.items]
         self._check(requests)
         by_file: dict[str, list[_Request]] = defaultdict(list)
         for request in requests:

@@ -1,77 +1,57 @@
 """``SwapStorageWriter``: a DCP storage writer that copies nothing, checks everything and commits in one step.
 
-[Note: files and threads] A rank writes one file per thread. Items keep the order of the plan: each goes to
-the file that is shortest so far, so that all files advance together and memory that the caller needs back
-first is written first.
-
-[Note: what is kept between saves] Skeletons of items, by dtype and shape (see ``items.py``). When the planner
-hands over the same items again (``SwapSavePlanner`` does while the structure of the state is unchanged) and
-they fall on the same places, ranks report checksums only, and the coordinator writes the same metadata again
-with the new attempt's id in it.
+[Note: what is kept between saves] When the planner hands over the same items again (``SwapSavePlanner`` does
+while the structure of the state is unchanged) they are divided into files as before. When they fall on the
+same places, and the coordinator still has those, ranks report checksums only; when this holds for all ranks,
+the coordinator writes the same metadata again, with the new attempt's id in it.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
-from zlib_ng.zlib_ng import crc32
 
 from swapckpt._torch import StorageInfo
 from swapckpt.errors import CheckpointNotFoundError, PlanError, StorageError
 from swapckpt.storage import commit
+from swapckpt.storage.collector import collector_paused
+from swapckpt.storage.datafile import PlannedItem, WriteJob, divided
 from swapckpt.storage.files import open_files, split_url
-from swapckpt.storage.items import Skeleton, is_dense, payload, skeleton
-from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
 from swapckpt.storage.metadata import VERSION, dump_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from swapckpt.storage.commit import Attempt
-    from swapckpt.storage.files import Files, FileWriter
+    from swapckpt.storage.datafile import DataFile
+    from swapckpt.storage.files import Files
+    from swapckpt.storage.manifest import FileSums
 
 DEFAULT_THREADS = 4
-FILE_NBYTES = 32 << 20
-"""Fewer bytes than this per thread are not worth a file of their own."""
-ALIGNED_NBYTES = 64 << 10
-"""Payloads from this size on start at a multiple of ``FILE_ALIGNMENT`` in the file, for direct I/O."""
-FILE_ALIGNMENT, ITEM_ALIGNMENT = 4096, 64
-CHUNK_NBYTES = 16 << 20
-BYTE_ITEM_NBYTES = 2048  # a guess, to divide items before their size is known
-
-_PADDING = memoryview(bytes(FILE_ALIGNMENT))
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
-    """What the coordinator tells a rank, in ``SavePlan.storage_data``."""
+    """What the coordinator tells a rank, in ``SavePlan.storage_data``.
+
+    Attributes:
+        attempt: Where to write.
+        rank: The rank's number in this save.
+        places_from: The attempt in which the rank reported the places that the coordinator has of it.
+    """
 
     attempt: Attempt
     rank: int
-    knows_places: bool  # the coordinator has this rank's places of the last save
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """One data file, as the thread that wrote it reports it."""
-
-    sums: FileSums
-    places: tuple[tuple[int, int], ...]  # start and length of each item
+    places_from: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +61,22 @@ class RankReport:
     Attributes:
         rank: Which one.
         files: The data files.
-        places: Item, start and length of all in each file; None when they are those of the last save.
+        places: Item, start and length of all in each file; None when they are those that the coordinator has.
     """
 
     rank: int
     files: tuple[FileSums, ...]
     places: tuple[tuple[tuple[MetadataIndex, int, int], ...], ...] | None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a rank keeps of its last save."""
+
+    items: Sequence[WriteItem]
+    files: list[list[PlannedItem]]
+    places: tuple[tuple[tuple[int, int], ...], ...] = ()
+    reported_in: str | None = None  # attempt
 
 
 class SwapStorageWriter(StorageWriter):
@@ -137,8 +127,9 @@ class SwapStorageWriter(StorageWriter):
         self._files: Files | None = None
         self._attempt: Attempt | None = None  # the coordinator's, until it is committed or abandoned
         self._used: set[str] = set()
-        self._written: tuple[Sequence[WriteItem], tuple[tuple[tuple[int, int], ...], ...]] | None = None
-        self._places: dict[int, tuple[tuple[tuple[MetadataIndex, int, int], ...], ...]] = {}
+        self._kept: _Kept | None = None
+        # The coordinator's: attempt in which each rank reported its places, and these; metadata in bytes.
+        self._places: dict[int, tuple[str, tuple[tuple[tuple[MetadataIndex, int, int], ...], ...]]] = {}
         self._dumped: tuple[Metadata, str, bytes] | None = None
 
     # ---------------------------------------------------------------------------- DCP's call sequence
@@ -171,7 +162,7 @@ class SwapStorageWriter(StorageWriter):
             commit.abandon(files, self._attempt)
         self._attempt = commit.begin(files, name, overwrite=self._overwrite)
         return [
-            replace(plan, storage_data=WriteTask(self._attempt, rank, rank in self._places))
+            replace(plan, storage_data=WriteTask(self._attempt, rank, self._places_from(rank)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -185,12 +176,12 @@ class SwapStorageWriter(StorageWriter):
             )
         self._used.add(task.attempt.id)
         files, _ = self._target()
-        buckets = _divided(plan.items, count=self._count(plan.items))
-        job = _WriteJob(files, task, planner, on_written=self._on_written)
-        written = job.run(buckets)
-        future: Future[list[WriteResult]] = Future()
-        report = self._report(task, plan.items, buckets, written)
+        if self._kept is None or self._kept.items is not plan.items:
+            self._kept = _Kept(plan.items, divided(plan.items, threads=self._threads))
+        job = WriteJob(files, task.attempt, task.rank, planner=planner, on_written=self._on_written)
+        report = self._report(task, self._kept, job.run(self._kept.files))
         nbytes = sum(file.nbytes for file in report.files)
+        future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(f"rank {task.rank}"), nbytes, report)])
         return future
 
@@ -202,7 +193,8 @@ class SwapStorageWriter(StorageWriter):
             raise PlanError("finish() was called without prepare_global_plan() on this writer.")
         reports = [cast("RankReport", result.storage_data) for of_rank in results for result in of_rank]
         data = [file for report in reports for file in report.files]
-        dumped = self._dump(metadata, reports, attempt)
+        with collector_paused():
+            dumped = self._dump(metadata, reports, attempt)
         self._attempt = None  # what is left of it from here on, commit() removes
         commit.commit(files, attempt, dumped, data=data, world_size=len(results))
 
@@ -229,39 +221,28 @@ class SwapStorageWriter(StorageWriter):
             self._files = self._given_files or open_files(parent, sync=self._sync, drop_page_cache=self._drop)
         return self._files, name
 
-    def _count(self, items: Sequence[WriteItem]) -> int:
-        nbytes = sum(map(_estimated_nbytes, items))
-        return max(1, min(self._threads, -(-nbytes // FILE_NBYTES)))
-
-    def _report(
-        self,
-        task: WriteTask,
-        items: Sequence[WriteItem],
-        buckets: Sequence[Sequence[WriteItem]],
-        written: Sequence[DataFile],
-    ) -> RankReport:
-        places = tuple(file.places for file in written)
-        unchanged = self._written is not None and self._written[0] is items and self._written[1] == places
-        self._written = (items, places)
-        indexed = (
-            tuple(
-                tuple(
-                    (item.index, start, nbytes) for item, (start, nbytes) in zip(bucket, of_file, strict=True)
-                )
-                for bucket, of_file in zip(buckets, places, strict=True)
-            )
-            if not (unchanged and task.knows_places)
-            else None
-        )
+    @staticmethod
+    def _report(task: WriteTask, kept: _Kept, written: Sequence[DataFile]) -> RankReport:
         sums = tuple(file.sums for file in written)
+        places = tuple(file.places for file in written)
+        if places == kept.places and kept.reported_in is not None and kept.reported_in == task.places_from:
+            return RankReport(task.rank, sums, None)
+        kept.places, kept.reported_in = places, task.attempt.id
+        indexed = tuple(
+            tuple((item.item.index, *place) for item, place in zip(items, of_file, strict=True))
+            for items, of_file in zip(kept.files, places, strict=True)
+        )
         return RankReport(task.rank, sums, indexed)
+
+    def _places_from(self, rank: int) -> str | None:
+        return self._places[rank][0] if rank in self._places else None
 
     def _dump(self, metadata: Metadata, reports: Sequence[RankReport], attempt: Attempt) -> bytes:
         """DCP's metadata for the file, with places and this attempt's id."""
         unchanged = self._dumped is not None and self._dumped[0] is metadata
         for report in reports:
             if report.places is not None:
-                self._places[report.rank] = report.places
+                self._places[report.rank] = attempt.id, report.places
                 unchanged = False
         if self._dumped is not None and unchanged:
             # The id has one length and is unlike anything else, and names of data files differ in it at most.
@@ -279,163 +260,6 @@ class SwapStorageWriter(StorageWriter):
         return {
             index: StorageInfo(file.name, start, nbytes)
             for report in reports
-            for file, places in zip(report.files, self._places[report.rank], strict=True)
+            for file, places in zip(report.files, self._places[report.rank][1], strict=True)
             for index, start, nbytes in places
         }
-
-
-def _estimated_nbytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        return BYTE_ITEM_NBYTES
-    return BYTE_ITEM_NBYTES + data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-def _divided(items: Sequence[WriteItem], *, count: int) -> list[list[WriteItem]]:
-    """Items by file, in the order of the plan (see the note on files at the top)."""
-    buckets: list[list[WriteItem]] = [[] for _ in range(count)]
-    lengths = [0] * count
-    for item in items:
-        shortest = lengths.index(min(lengths))
-        buckets[shortest].append(item)
-        lengths[shortest] += _estimated_nbytes(item)
-    return buckets
-
-
-class _WriteJob:
-    """The data files of one rank, one thread each. The first failure stops all of them."""
-
-    def __init__(
-        self,
-        files: Files,
-        task: WriteTask,
-        planner: SavePlanner,
-        *,
-        on_written: Callable[[Tensor], None] | None,
-    ) -> None:
-        self._files = files
-        self._task = task
-        self._planner = planner
-        self._on_written = on_written
-        self._failed = threading.Event()
-
-    def run(self, buckets: Sequence[Sequence[WriteItem]]) -> list[DataFile]:
-        """Write all files. Raises the first error, after all threads have ended and removed their files."""
-        if len(buckets) == 1:
-            return [self._file(0, buckets[0])]
-        with ThreadPoolExecutor(len(buckets), thread_name_prefix="swapckpt-write") as pool:
-            futures = [pool.submit(self._file, number, bucket) for number, bucket in enumerate(buckets)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            for number, future in enumerate(futures):
-                if future.exception() is None:
-                    with suppress(StorageError):  # else the next save or prune removes it
-                        self._files.remove(self._path(number))
-            raise next(error for error in errors if not isinstance(error, _StoppedError))
-        return [future.result() for future in futures]
-
-    def _path(self, number: int) -> str:
-        attempt = self._task.attempt
-        return f"{attempt.folder}/{attempt.data_file(self._task.rank, number)}"
-
-    def _file(self, number: int, items: Iterable[WriteItem]) -> DataFile:
-        items = list(items)
-        try:
-            self._check()
-            out = self._files.create(self._path(number), nbytes=sum(map(_estimated_nbytes, items)))
-            try:
-                sums = [self._item(out, item) for item in items]
-                nbytes = out.position
-                out.close()
-            except BaseException:
-                out.abort()
-                raise
-        except BaseException:
-            self._failed.set()
-            raise
-        name = self._task.attempt.data_file(self._task.rank, number)
-        rows = ",".join([item.to_row() for item in sums])
-        return DataFile(FileSums(name, nbytes, rows), tuple((item.start, item.nbytes) for item in sums))
-
-    def _check(self) -> None:
-        if self._failed.is_set():
-            raise _StoppedError("another thread failed")
-
-    def _item(self, out: FileWriter, item: WriteItem) -> ItemSums:
-        self._check()
-        data = self._planner.resolve_data(item)
-        if isinstance(data, io.BytesIO):
-            return _write_bytes(out, data.getbuffer())
-        frame = self._frame(item, data)
-        if frame is None:
-            written = _write_bytes(out, _saved(data))
-        else:
-            written = self._dense(out, frame, data, name=item.index.fqn)
-        if self._on_written is not None:
-            self._on_written(data)
-        return written
-
-    @staticmethod
-    def _frame(item: WriteItem, tensor: Tensor) -> Skeleton | None:
-        if item.type == WriteItemType.BYTE_IO or item.tensor_data is None or item.tensor_data.chunk is None:
-            raise PlanError(f"{item.index.fqn}: the plan says bytes, the planner resolved a tensor.")
-        planned = (item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
-        if (tensor.dtype, tensor.shape) != planned:
-            raise PlanError(
-                f"{item.index.fqn}: planned as {planned[0]} of {tuple(planned[1])}, resolved as "
-                f"{tensor.dtype} of {tuple(tensor.shape)}."
-            )
-        return skeleton(tensor.dtype, tuple(tensor.shape)) if is_dense(tensor) else None
-
-    def _dense(self, out: FileWriter, frame: Skeleton, tensor: Tensor, *, name: str) -> ItemSums:
-        start = _pad(out, len(frame.header), frame.payload_nbytes)
-        out.append(memoryview(frame.header))
-        sums = BlockSums(frame.payload_nbytes)
-        for view in payload(tensor, name=name):
-            for at in range(0, len(view), CHUNK_NBYTES):
-                self._check()
-                chunk = view[at : at + CHUNK_NBYTES]
-                sums.add(chunk)
-                out.append(chunk)
-        footer = frame.footer_with(sums.whole)
-        out.append(memoryview(footer))
-        return ItemSums(
-            start=start,
-            nbytes=frame.nbytes,
-            payload_at=len(frame.header),
-            payload_nbytes=frame.payload_nbytes,
-            envelope=crc32(footer, frame.header_crc),
-            blocks=tuple(sums.checksums),
-        )
-
-
-class _StoppedError(Exception):
-    """This thread stopped because another one failed."""
-
-
-def _pad(out: FileWriter, header_nbytes: int, payload_nbytes: int) -> int:
-    """Add zeros so that the item may start here. Returns where that is."""
-    position = out.position
-    if payload_nbytes >= ALIGNED_NBYTES:
-        padding = -(position + header_nbytes) % FILE_ALIGNMENT
-    else:
-        padding = -position % ITEM_ALIGNMENT
-    if padding:
-        out.append(_PADDING[:padding])
-    return position + padding
-
-
-def _write_bytes(out: FileWriter, data: memoryview) -> ItemSums:
-    """An item that is all payload."""
-    start, sums = _pad(out, 0, len(data)), BlockSums(len(data))
-    sums.add(data)
-    out.append(data)
-    blocks = tuple(sums.checksums)
-    return ItemSums(start, len(data), payload_at=0, payload_nbytes=len(data), envelope=0, blocks=blocks)
-
-
-def _saved(tensor: Tensor) -> memoryview:
-    """A tensor that is more than elements in memory, as torch saves it."""
-    stream = io.BytesIO()
-    torch.save(tensor.detach().cpu(), stream)
-    return stream.getbuffer()

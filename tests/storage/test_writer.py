@@ -25,7 +25,7 @@ from swapckpt.errors import (
     ReleasedStorageError,
     StorageError,
 )
-from swapckpt.storage import writer
+from swapckpt.storage import datafile
 from swapckpt.storage.posix import PosixFiles
 from swapckpt.storage.writer import SwapStorageWriter
 from tests.storage.stores import HookedFiles, equal, load, save, stock_load, unwrapped, zeroed
@@ -61,7 +61,7 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_stock_torch_reads_it(tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FILE_NBYTES", 1 << 10)
+    monkeypatch.setattr(datafile, "FILE_NBYTES", 1 << 10)
     save(state(), tmp_path / "step-1", threads=threads)
     loaded = stock_load(zeroed(state()), tmp_path / "step-1")
     assert equal(loaded, state())
@@ -74,7 +74,7 @@ def test_tensors_that_torch_has_to_save_are_read_by_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an unknown torch version, or an unusual tensor, gets."""
-    monkeypatch.setattr(writer, "skeleton", lambda *_: None)
+    monkeypatch.setattr(datafile, "skeleton", lambda *_: None)
     save(state(), tmp_path / "step-1")
     monkeypatch.undo()
     assert equal(stock_load(zeroed(state()), tmp_path / "step-1"), state())
@@ -136,8 +136,8 @@ def test_nothing_is_cloned(tmp_path: Path) -> None:
 def test_memory_may_change_once_it_is_reported_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "FILE_NBYTES", 1 << 16)
-    tensors = {f"w{n}": torch.full((10_000 + n,), float(n)) for n in range(20)}
+    monkeypatch.setattr(datafile, "FILE_NBYTES", 1 << 16)
+    tensors = {f"w{n}": torch.full((20_000 + n,), float(n)) for n in range(20)}
     reported: list[Tensor] = []
 
     def overwrite(tensor: Tensor) -> None:
@@ -147,12 +147,12 @@ def test_memory_may_change_once_it_is_reported_written(
     save(tensors, tmp_path / "step-1", threads=3, on_written=overwrite)
     assert len(reported) == 20
     assert all((tensor == -1).all() for tensor in tensors.values())
-    loaded = stock_load({f"w{n}": torch.zeros(10_000 + n) for n in range(20)}, tmp_path / "step-1")
+    loaded = stock_load({f"w{n}": torch.zeros(20_000 + n) for n in range(20)}, tmp_path / "step-1")
     assert all((loaded[f"w{n}"] == n).all() for n in range(20))
 
 
 def test_items_are_written_in_the_order_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "FILE_NBYTES", 1 << 16)
+    monkeypatch.setattr(datafile, "FILE_NBYTES", 1 << 16)
     order: list[int] = []
     tensors = {f"w{n}": torch.full((20_000,), float(n)) for n in range(12)}
     save(tensors, tmp_path / "step-1", threads=2, on_written=lambda tensor: order.append(int(tensor[0])))
@@ -192,8 +192,8 @@ def failing(files: Files, *, operation: str, number: int, error: BaseException) 
 def test_a_full_device_in_any_thread_fails_the_save(
     tmp_path: Path, threads: int, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "FILE_NBYTES", 1 << 10)
-    tensors = {f"w{n}": torch.full((1000,), 1.0) for n in range(8)}
+    monkeypatch.setattr(datafile, "FILE_NBYTES", 1 << 10)
+    tensors = {f"w{n}": torch.full((20_000,), 1.0) for n in range(8)}
     save(tensors, tmp_path / "step-1", threads=threads)
     for tensor in tensors.values():
         tensor.fill_(2)
@@ -231,7 +231,7 @@ def test_a_tensor_that_changes_between_planning_and_writing_is_noticed(tmp_path:
 
 
 def test_the_next_save_removes_what_a_failed_one_left(tmp_path: Path) -> None:
-    files = failing(PosixFiles(tmp_path), operation="append", number=1, error=StorageError("disk full"))
+    files = failing(PosixFiles(tmp_path), operation="append", number=0, error=StorageError("disk full"))
     saver = SwapStorageWriter(tmp_path / "step-1", files=files)
     with pytest.raises(StorageError, match="disk full"), unwrapped():
         dcp_save(state(), storage_writer=saver)
@@ -326,7 +326,7 @@ def save_on_ranks(path: str, fails_on: int | None) -> str | None:
     files = None
     if fails_on == dist.get_rank():
         error = StorageError("No space left on device")
-        files = failing(PosixFiles(Path(path).parent), operation="append", number=2, error=error)
+        files = failing(PosixFiles(Path(path).parent), operation="append", number=0, error=error)
     try:
         save(sharded(5), path, files=files)
     except StorageError as error:

@@ -1,0 +1,295 @@
+"""The data files of one rank: which item goes to which, and the threads that write them.
+
+[Note: files and threads] One file per thread. Items keep the order of the plan: each goes to the file that is
+shortest so far, so that all files advance together and memory that the caller needs back first is written
+first.
+
+[Note: small items] Of an item of a few kilobytes the time goes into Python, not into the device. Such items
+are put together in memory, frame and elements, and handed over many at a time. They get no threads of their
+own, which would only take turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from zlib_ng.zlib_ng import crc32
+
+from swapckpt.errors import PlanError, StorageError
+from swapckpt.storage.items import Skeleton, check_storage, is_dense, payload, skeleton
+from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+    from swapckpt.storage.commit import Attempt
+    from swapckpt.storage.files import Files, FileWriter
+
+FILE_NBYTES = 32 << 20
+"""Fewer bytes than this per thread are not worth a file of their own."""
+SMALL_NBYTES = 64 << 10
+"""Payloads from this size on start at a multiple of ``FILE_ALIGNMENT`` in the file, for direct I/O."""
+FILE_ALIGNMENT, ITEM_ALIGNMENT = 4096, 64
+CHUNK_NBYTES = 16 << 20
+GATHERED_NBYTES = 1 << 20
+BYTE_ITEM_NBYTES = 2048  # a guess, to divide items before their size is known
+
+_PADDING = bytes(FILE_ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """An item of the plan and what can be known of it before its tensor is seen.
+
+    Attributes:
+        item: DCP's.
+        dtype: Element type; None for bytes.
+        shape: Of the chunk to be saved.
+        frame: What stands around its elements; None where torch has to save it.
+        nbytes: Length in the file, as far as it can be told.
+    """
+
+    item: WriteItem
+    dtype: torch.dtype | None
+    shape: torch.Size
+    frame: Skeleton | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One data file, as the thread that wrote it reports it."""
+
+    sums: FileSums
+    places: tuple[tuple[int, int], ...]  # start and length of each item
+
+
+def divided(items: Sequence[WriteItem], *, threads: int) -> list[list[PlannedItem]]:
+    """The items of each file (see the note on files at the top)."""
+    planned = [_planned(item) for item in items]
+    worthwhile = sum(item.nbytes for item in planned if item.nbytes >= SMALL_NBYTES)
+    files: list[list[PlannedItem]] = [[] for _ in range(max(1, min(threads, -(-worthwhile // FILE_NBYTES))))]
+    lengths = [0] * len(files)
+    for item in planned:
+        shortest = lengths.index(min(lengths))
+        files[shortest].append(item)
+        lengths[shortest] += item.nbytes
+    return files
+
+
+def _planned(item: WriteItem) -> PlannedItem:
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        return PlannedItem(item, None, torch.Size(()), None, BYTE_ITEM_NBYTES)
+    dtype, shape = data.properties.dtype, data.chunk.sizes
+    frame = skeleton(dtype, tuple(shape)) if data.properties.layout is torch.strided else None
+    nbytes = BYTE_ITEM_NBYTES + shape.numel() * dtype.itemsize if frame is None else frame.nbytes
+    return PlannedItem(item, dtype, shape, frame, nbytes)
+
+
+class WriteJob:
+    """All data files of one rank. The first failure stops all threads.
+
+    Args:
+        files: The folder that checkpoints are in.
+        attempt: Where they are written.
+        rank: Whose they are.
+        planner: Resolves items; called from all threads.
+        on_written: Called with each tensor when its memory may change.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        attempt: Attempt,
+        rank: int,
+        *,
+        planner: SavePlanner,
+        on_written: Callable[[Tensor], None] | None,
+    ) -> None:
+        self._files = files
+        self._attempt = attempt
+        self._rank = rank
+        self.planner = planner
+        self.on_written = on_written
+        self._failed = threading.Event()
+
+    def run(self, files: Sequence[Sequence[PlannedItem]]) -> list[DataFile]:
+        """Write all files. Raises the first error, after all threads have ended and removed their files."""
+        if len(files) == 1:
+            return [self._file(0, files[0])]
+        with ThreadPoolExecutor(len(files), thread_name_prefix="swapckpt-write") as pool:
+            futures = [pool.submit(self._file, number, items) for number, items in enumerate(files)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            for number, future in enumerate(futures):
+                if future.exception() is None:
+                    with suppress(StorageError):  # else the next save or prune removes it
+                        self._files.remove(self._path(number))
+            raise next(error for error in errors if not isinstance(error, _StoppedError))
+        return [future.result() for future in futures]
+
+    def check(self) -> None:
+        """Raise when another thread has failed: this one's work is of no use any more."""
+        if self._failed.is_set():
+            raise _StoppedError
+
+    def _path(self, number: int) -> str:
+        return f"{self._attempt.folder}/{self._attempt.data_file(self._rank, number)}"
+
+    def _file(self, number: int, items: Sequence[PlannedItem]) -> DataFile:
+        try:
+            self.check()
+            nbytes = sum(item.nbytes for item in items)
+            writing = _Writing(self, self._files.create(self._path(number), nbytes=nbytes))
+            try:
+                places = tuple([writing.add(item) for item in items])
+                writing.close()
+            except BaseException:
+                writing.out.abort()
+                raise
+        except BaseException:
+            self._failed.set()
+            raise
+        name = self._attempt.data_file(self._rank, number)
+        return DataFile(FileSums(name, writing.position, ",".join(writing.rows)), places)
+
+
+class _StoppedError(Exception):
+    """This thread stopped because another one failed."""
+
+
+class _Writing:
+    """One data file while it is written: items go in, rows of the manifest come out."""
+
+    def __init__(self, job: WriteJob, out: FileWriter) -> None:
+        self.out = out
+        self.position = 0
+        self.rows: list[str] = []
+        self._job = job
+        self._planner = job.planner
+        self._gathered: list[bytes] = []  # what follows what ``out`` has
+        self._gathered_nbytes = 0
+
+    def add(self, planned: PlannedItem) -> tuple[int, int]:
+        """Write an item. Returns its start and length."""
+        data = self._planner.resolve_data(planned.item)
+        if isinstance(data, io.BytesIO):
+            return self._opaque(data.getbuffer())
+        if data.dtype != planned.dtype or data.shape != planned.shape:
+            raise PlanError(
+                f"{planned.item.index.fqn}: planned as {planned.dtype} of {tuple(planned.shape)}, "
+                f"resolved as {data.dtype} of {tuple(data.shape)}."
+            )
+        frame = planned.frame
+        if frame is None or not is_dense(data):
+            place = self._opaque(_saved(data))
+        elif frame.payload_nbytes < SMALL_NBYTES:
+            place = self._small(frame, data, name=planned.item.index.fqn)
+        else:
+            place = self._large(frame, data, name=planned.item.index.fqn)
+        if self._job.on_written is not None:
+            self._job.on_written(data)
+        return place
+
+    def close(self) -> None:
+        self._flush()
+        self.out.close()
+
+    def _small(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
+        # Run for each of tens of thousands of tensors: every call in here is felt.
+        nbytes = frame.payload_nbytes
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            if tensor.untyped_storage().nbytes() < nbytes + tensor.storage_offset() * tensor.itemsize:
+                check_storage(tensor, name=name)
+            elements = ctypes.string_at(tensor.data_ptr(), nbytes)
+        else:
+            elements = b"".join([bytes(view) for view in payload(tensor, name=name)])
+        checksum = crc32(elements)
+        footer = frame.footer_with(checksum)
+        padding = -self.position % ITEM_ALIGNMENT
+        start = self.position + padding
+        self._gathered += (_PADDING[:padding], frame.header, elements, footer)
+        self._gather(padding + frame.nbytes)
+        envelope = crc32(footer, frame.header_crc)
+        block = f"{checksum:08x}" if nbytes else ""
+        self.rows.append(f'[{start},{frame.nbytes},{len(frame.header)},{nbytes},"{envelope:08x}","{block}"]')
+        return start, frame.nbytes
+
+    def _large(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
+        start = self._pad(FILE_ALIGNMENT, before=len(frame.header))
+        self._gathered.append(frame.header)
+        self._gather(len(frame.header))
+        sums = BlockSums(frame.payload_nbytes)
+        for view in payload(tensor, name=name):
+            self._through(view, sums)
+        footer = frame.footer_with(sums.whole)
+        self._gathered.append(footer)
+        self._gather(len(footer))
+        item = ItemSums(
+            start=start,
+            nbytes=frame.nbytes,
+            payload_at=len(frame.header),
+            payload_nbytes=frame.payload_nbytes,
+            envelope=crc32(footer, frame.header_crc),
+            blocks=tuple(sums.checksums),
+        )
+        self.rows.append(item.to_row())
+        return start, frame.nbytes
+
+    def _opaque(self, data: memoryview) -> tuple[int, int]:
+        """An item that is all payload."""
+        start, sums = self._pad(ITEM_ALIGNMENT, before=0), BlockSums(len(data))
+        self._through(data, sums)
+        blocks = tuple(sums.checksums)
+        item = ItemSums(start, len(data), payload_at=0, payload_nbytes=len(data), envelope=0, blocks=blocks)
+        self.rows.append(item.to_row())
+        return start, len(data)
+
+    def _through(self, view: memoryview, sums: BlockSums) -> None:
+        """Bytes that are handed on as they are, with their checksums."""
+        self._flush()
+        for at in range(0, len(view), CHUNK_NBYTES):
+            self._job.check()
+            chunk = view[at : at + CHUNK_NBYTES]
+            sums.add(chunk)
+            self.out.append(chunk)
+            self.position += len(chunk)
+
+    def _pad(self, alignment: int, *, before: int) -> int:
+        """Add zeros so that ``before`` bytes further on is aligned. Returns where the next item starts."""
+        padding = -(self.position + before) % alignment
+        self._gathered.append(_PADDING[:padding])
+        self._gather(padding)
+        return self.position
+
+    def _gather(self, nbytes: int) -> None:
+        """Count bytes that were added to those gathered."""
+        self.position += nbytes
+        self._gathered_nbytes += nbytes
+        if self._gathered_nbytes >= GATHERED_NBYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._gathered:
+            self._job.check()
+            self.out.append(memoryview(b"".join(self._gathered)))
+            self._gathered.clear()
+            self._gathered_nbytes = 0
+
+
+def _saved(tensor: Tensor) -> memoryview:
+    """A tensor that is more than elements in memory, as torch saves it."""
+    stream = io.BytesIO()
+    torch.save(tensor.detach().cpu(), stream)
+    return stream.getbuffer()
