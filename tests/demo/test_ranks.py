@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -93,6 +94,8 @@ def test_ranks_end_with_the_demo(how: signal.Signals, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # A background job of a shell inherits SIGINT as ignored, and so would the demo.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert demo.stdout is not None
     with demo, demo.stdout:
