@@ -17,7 +17,6 @@ from swapckpt.storage.items import (
     SLAB_NBYTES,
     bytes_of,
     parse_header,
-    payload_checksum,
     slabs,
 )
 from swapckpt.storage.manifest import block_nbytes
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swapckpt.storage.files import FileReader
+    from swapckpt.storage.items import Header
     from swapckpt.storage.manifest import ItemSums
 
 CHUNK_NBYTES = 16 << 20
@@ -133,8 +133,13 @@ def _locate(item: SavedItem, *, whole: bool) -> _Payload | None:
     end = header.payload_at + nbytes
     if end + 8 > item.nbytes:
         raise CorruptCheckpointError(f"{item.name} ends inside its elements.")
-    checksum = payload_checksum(_bytes(item.source, item.start + end, 8)) if whole else None
+    checksum = _stock_checksum(item, header, end) if whole else None
     return _Payload(item.start + header.payload_at, nbytes, (), checksum)
+
+
+def _stock_checksum(item: SavedItem, header: Header, end: int) -> int | None:
+    """CRC-32 of the storage that ends at ``end`` of the item."""
+    return header.checksum(_bytes(item.source, item.start + end, 8), origin=item.name)
 
 
 def _bytes(source: FileReader, start: int, nbytes: int) -> bytes:
@@ -191,13 +196,13 @@ def check_stock_item(item: SavedItem) -> None:
     end = header.payload_at + nbytes
     if end + 8 > item.nbytes:
         raise CorruptCheckpointError(f"{item.name} ends inside its elements.")
-    expected = payload_checksum(_bytes(item.source, item.start + end, 8)) if nbytes else 0
+    expected = _stock_checksum(item, header, end) if nbytes else 0
     found, memory = 0, memoryview(bytearray(min(nbytes, SLAB_NBYTES)))
     for start in range(0, nbytes, SLAB_NBYTES):
         part = memory[: nbytes - start]
         item.source.read_into(item.start + header.payload_at + start, part)
         found = crc32(part, found)
-    if expected != found:
+    if expected not in {found, None}:
         raise CorruptCheckpointError(f"{item.name} contradicts its checksum.")
 
 

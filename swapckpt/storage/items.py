@@ -117,7 +117,7 @@ def skeleton(dtype: torch.dtype, shape: tuple[int, ...]) -> Skeleton | None:
     expected = Dense(dtype, tuple(shape), tensor.stride(), 0, tensor.numel())
     if (
         parsed is None
-        or parsed != Header(expected, len(header))
+        or (parsed.tensor, parsed.payload_at) != (expected, len(header))
         or footer[:4] != _DESCRIPTOR_MAGIC
         or entry[:4] != _CENTRAL_MAGIC
     ):
@@ -215,10 +215,35 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first records of an item: the tensor, and where in the item its storage starts."""
+    """The first records of an item.
+
+    Attributes:
+        tensor: What they describe.
+        payload_at: Where in the item its storage starts.
+        is_checked: False when torch was told to leave out checksums: they are all zero then.
+        crc: CRC-32 of the storage; None where it stands behind it.
+    """
 
     tensor: Dense
     payload_at: int
+    is_checked: bool
+    crc: int | None
+
+    def checksum(self, trailer: bytes, *, origin: str) -> int | None:
+        """CRC-32 of the storage, None when there is none.
+
+        Args:
+            trailer: The 8 bytes behind the storage.
+            origin: File and item, for messages.
+
+        Raises:
+            CorruptCheckpointError: There should be one, and is not.
+        """
+        if not self.is_checked or self.crc is not None:
+            return self.crc if self.is_checked else None
+        if trailer[:4] != _DESCRIPTOR_MAGIC:
+            raise CorruptCheckpointError(f"{origin}: the checksum behind its elements is damaged.")
+        return int.from_bytes(trailer[4:8], "little")
 
 
 def parse_header(head: bytes | memoryview, *, origin: str) -> Header | None:
@@ -229,23 +254,33 @@ def parse_header(head: bytes | memoryview, *, origin: str) -> Header | None:
         origin: File and item, for messages.
 
     Raises:
-        CorruptCheckpointError: A record contradicts its own checksum, or the tensor its storage.
+        CorruptCheckpointError: A record contradicts its own checksum.
     """
     data, at, described = bytes(head), 0, None
+    checked = unchecked = 0
     while True:
-        record = _local_record(data, at, origin=origin)
+        record = _local_record(data, at)
         if record is None:
             return None
         if record.end is None:
-            return None if described is None else Header(described, record.start)
+            break
         name, body = record.name.partition("/")[2], data[record.start : record.end]
+        if crc32(body) == record.crc:
+            checked += 1
+        elif record.crc == 0:
+            unchecked += 1
+        else:
+            raise CorruptCheckpointError(f"{origin}: the record {name!r} contradicts its checksum.")
         if name == "data.pkl":
             described = _describe(body)
-            if described is None:
-                return None
         elif name == "byteorder" and body != sys.byteorder.encode():
             return None
         at = record.next
+    if described is None:
+        return None
+    if checked and unchecked:
+        raise CorruptCheckpointError(f"{origin}: some of its records have lost their checksums.")
+    return Header(described, record.start, is_checked=not unchecked, crc=record.crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +288,11 @@ class _Record:
     name: str
     start: int
     end: int | None  # None for the first storage, which need not be at hand
+    crc: int | None  # None where it stands behind what is not at hand
     next: int
 
 
-def _local_record(data: bytes, at: int, *, origin: str) -> _Record | None:
+def _local_record(data: bytes, at: int) -> _Record | None:
     """The record whose local header is at ``at``; None for what is not stored plainly."""
     if len(data) < at + _LOCAL.size:
         return None
@@ -266,21 +302,18 @@ def _local_record(data: bytes, at: int, *, origin: str) -> _Record | None:
     name_at = at + _LOCAL.size
     start = name_at + name_nbytes + extra_nbytes
     name = data[name_at : name_at + name_nbytes].decode("utf-8", errors="replace")
-    if not _is_extra(data[start - extra_nbytes : start]):
+    if start > len(data) or not _is_extra(data[start - extra_nbytes : start]):
         return None
     if name.endswith("/data/0"):
-        return _Record(name, start, None, start) if start <= len(data) else None
-    end = start + nbytes
-    following = end
+        return _Record(name, start, None, None if flags & _HAS_DESCRIPTOR else crc, start)
+    end = following = start + nbytes
     if flags & _HAS_DESCRIPTOR and nbytes == 0:
         found = _descriptor(data, start)
         if found is None:
             return None
         end, crc = found
         following = end + 16
-    if crc32(data[start:end]) != crc:
-        raise CorruptCheckpointError(f"{origin}: the record {name!r} contradicts its checksum.")
-    return _Record(name, start, end, following)
+    return _Record(name, start, end, crc, following)
 
 
 def _is_extra(extra: bytes) -> bool:
@@ -301,11 +334,6 @@ def _descriptor(data: bytes, start: int) -> tuple[int, int] | None:
             return at, crc
         at = data.find(_DESCRIPTOR_MAGIC, at + 1)
     return None
-
-
-def payload_checksum(trailer: bytes) -> int | None:
-    """The CRC-32 of a storage, from the 8 bytes behind it; None when it is not there."""
-    return int.from_bytes(trailer[4:8], "little") if trailer[:4] == _DESCRIPTOR_MAGIC else None
 
 
 _STORAGE_DTYPES = {

@@ -31,6 +31,7 @@ from swapckpt.storage.items import payload, skeleton
 from swapckpt.storage.manifest import BlockSums, ItemSums, block_nbytes
 from swapckpt.storage.posix import PosixFiles
 from swapckpt.storage.reader import SwapStorageReader
+from swapckpt.storage.verify import verify as problems_of
 from tests.storage.stores import HookedFiles, equal, load, save, stock_load, stock_save, unwrapped, zeroed
 
 if TYPE_CHECKING:
@@ -228,6 +229,16 @@ def test_blocks_are_at_most_a_128th_of_a_payload() -> None:
         assert block & (block - 1) == 0
         assert 1 << 16 <= block <= 1 << 20
         assert block <= max(nbytes / 128, 1 << 16)
+
+
+def test_stock_checkpoints_without_checksums_are_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        stock_save(state(), tmp_path / "x")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert equal(load(zeroed(state()), tmp_path / "x"), state())
+    assert problems_of(PosixFiles(tmp_path), "x") == []
 
 
 # -------------------------------------------------------------------------------------- damage: C9
