@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import io
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -75,7 +75,9 @@ class DataFile:
 
 
 def divided(items: Sequence[WriteItem], *, threads: int) -> list[list[PlannedItem]]:
-    """The items of each file (see the note on files at the top)."""
+    """The items of each file (see the note on files at the top); no file where there is nothing to write."""
+    if not items:
+        return []
     planned = [_planned(item) for item in items]
     worthwhile = sum(item.nbytes for item in planned if item.nbytes >= SMALL_NBYTES)
     files: list[list[PlannedItem]] = [[] for _ in range(max(1, min(threads, -(-worthwhile // FILE_NBYTES))))]
@@ -126,10 +128,15 @@ class WriteJob:
 
     def run(self, files: Sequence[Sequence[PlannedItem]]) -> list[DataFile]:
         """Write all files. Raises the first error, after all threads have ended and removed their files."""
-        if len(files) == 1:
-            return [self._file(0, files[0])]
+        if len(files) <= 1:
+            return [self._file(number, items) for number, items in enumerate(files)]
         with ThreadPoolExecutor(len(files), thread_name_prefix="swapckpt-write") as pool:
             futures = [pool.submit(self._file, number, items) for number, items in enumerate(files)]
+            try:
+                wait(futures)
+            except BaseException:  # interrupted: do not go on writing what nobody waits for
+                self._failed.set()
+                raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             for number, future in enumerate(futures):

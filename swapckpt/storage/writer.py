@@ -124,7 +124,7 @@ class SwapStorageWriter(StorageWriter):
         self._given_files = files
         self._on_written = on_written
         self._path: str | None = None if path is None else os.fspath(path)
-        self._files: Files | None = None
+        self._opened: tuple[str, Files] | None = None
         self._attempt: Attempt | None = None  # the coordinator's, until it is committed or abandoned
         self._used: set[str] = set()
         self._kept: _Kept | None = None
@@ -138,7 +138,6 @@ class SwapStorageWriter(StorageWriter):
         """Begin another save. (all ranks)"""
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
-        self._files = None
 
     def set_up_storage_writer(
         self,
@@ -217,9 +216,12 @@ class SwapStorageWriter(StorageWriter):
         if self._path is None:
             raise CheckpointNotFoundError("Pass a path to SwapStorageWriter or checkpoint_id to dcp.save.")
         parent, name = split_url(self._path)
-        if self._files is None:
-            self._files = self._given_files or open_files(parent, sync=self._sync, drop_page_cache=self._drop)
-        return self._files, name
+        if self._given_files is not None:
+            return self._given_files, name
+        # Kept for the next save: an object store was asked what it can do.
+        if self._opened is None or self._opened[0] != parent:
+            self._opened = parent, open_files(parent, sync=self._sync, drop_page_cache=self._drop)
+        return self._opened[1], name
 
     @staticmethod
     def _report(task: WriteTask, kept: _Kept, written: Sequence[DataFile]) -> RankReport:

@@ -15,7 +15,7 @@ from swapckpt.storage import commit
 from swapckpt.storage.catalog import CheckpointState, committed_steps, list_checkpoints, prune
 from swapckpt.storage.files import Files, open_files
 from swapckpt.storage.posix import PosixFiles
-from swapckpt.storage.verify import verify
+from swapckpt.storage.verification import verify
 from tests.storage.stores import save, stock_save
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from swapckpt.storage.items import payload, skeleton
 from swapckpt.storage.manifest import BlockSums, ItemSums, block_nbytes
 from swapckpt.storage.posix import PosixFiles
 from swapckpt.storage.reader import SwapStorageReader
-from swapckpt.storage.verify import verify as problems_of
+from swapckpt.storage.verification import verify as problems_of
 from tests.storage.stores import HookedFiles, equal, load, save, stock_load, stock_save, unwrapped, zeroed
 
 if TYPE_CHECKING:

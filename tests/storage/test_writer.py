@@ -27,6 +27,7 @@ from swapckpt.errors import (
 )
 from swapckpt.storage import datafile
 from swapckpt.storage.posix import PosixFiles
+from swapckpt.storage.remote import FsspecFiles
 from swapckpt.storage.writer import SwapStorageWriter
 from tests.storage.stores import HookedFiles, equal, load, save, stock_load, unwrapped, zeroed
 
@@ -277,6 +278,30 @@ def test_a_committed_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> N
     loaded = stock_load({"w": torch.zeros(3), "v": torch.zeros(1)}, tmp_path / "step-1")
     assert loaded["w"].tolist() == [2] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_state_without_items_is_saved_without_data_files(tmp_path: Path) -> None:
+    save({}, tmp_path / "step-1")
+    assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == [".metadata", ".swapckpt.json"]
+    assert load({}, tmp_path / "step-1") == {}
+
+
+def test_a_store_is_asked_once_what_it_can_do(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    probe = FsspecFiles._refuses_second_put
+
+    def counted(files: FsspecFiles) -> bool:
+        asked.append(files.url)
+        return probe(files)
+
+    monkeypatch.setattr(FsspecFiles, "_refuses_second_put", counted)
+    saver = SwapStorageWriter()
+    for step in range(3):
+        with unwrapped():
+            dcp_save(
+                {"w": torch.ones(1)}, storage_writer=saver, checkpoint_id=f"{s3_bucket}/probed/step-{step}"
+            )
+    assert asked == [f"{s3_bucket}/probed"]
 
 
 def test_a_save_needs_a_path() -> None:
