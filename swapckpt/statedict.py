@@ -433,16 +433,13 @@ class SwappedState(StateView):
 
     def follow(self) -> None:
         """Take over what others put into ``optimizer.state`` in place of mirrors since the last step."""
-        state, entries = self.optimizer.state, self._table.entries.values()
+        state = self.optimizer.state
+        changed = [entry for entry in self._table.entries.values() if self._is_changed(entry)]
         # By get: asking torch's state for what it does not have creates an empty entry.
-        changed = {
-            entry.param: values
-            for entry in entries
-            if (values := state.get(entry.param)) is not None and self._is_changed(entry)
-        }
-        for param, values in _unentangled(changed, self._homes()).items() if changed else ():
+        present = {e.param: values for e in changed if (values := state.get(e.param)) is not None}
+        for param, values in _unentangled(present, self._homes()).items() if present else ():
             state[param].update(values)
-        for entry in entries:
+        for entry in changed:
             self._follow(entry)
 
     def _is_changed(self, entry: ParamState) -> bool:

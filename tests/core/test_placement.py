@@ -1,4 +1,4 @@
-"""Where tensors lie in staging is worked out once for all steps that move the same ones."""
+"""What is worked out once holds for later steps: places in staging, mirrors after a redirect."""
 
 from __future__ import annotations
 
@@ -47,3 +47,16 @@ def test_a_placement_is_kept_while_the_same_tensors_move() -> None:
     assert batch.placement.nbytes < everything.nbytes
     step(params, optimizer)
     assert batch.placement == everything
+
+
+def test_a_redirected_mirror_is_the_mirror_from_then_on() -> None:
+    params, optimizer, swap = start()
+    before = optimizer.state[params[0]]["exp_avg"]
+    (segment,) = swap.table.batches[0].segments
+    swap.gate.begin_read(segment)
+    step(params, optimizer)
+    swap.gate.end_read(segment)
+    redirected = optimizer.state[params[0]]["exp_avg"]
+    assert redirected is not before
+    step(params, optimizer)
+    assert optimizer.state[params[0]]["exp_avg"] is redirected
