@@ -353,6 +353,7 @@ class StateTable:
         """
         fresh: list[tuple[ParamState, str, Tensor]] = []
         replaced: list[StateTensor] = []
+        smallest = self._config.min_numel
         for entry in batch.active:
             values = state.get(entry.param, {})
             for key, known in list(entry.tensors.items()):
@@ -366,6 +367,8 @@ class StateTable:
                     self.set_aside(entry, key)
             for key, value in values.items():
                 if key in entry.tensors or not isinstance(value, torch.Tensor):
+                    continue
+                if value.numel() < smallest:  # the step counter of every parameter: no reason is asked for
                     continue
                 if ineligibility(value, key=key, config=self._config, device=self._device) is None:
                     fresh.append((entry, key, value))

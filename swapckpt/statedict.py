@@ -444,10 +444,10 @@ class SwappedState(StateView):
 
     def _is_changed(self, entry: ParamState) -> bool:
         values: Values = self.optimizer.state.get(entry.param, {})
-        return any(
-            values.get(key) is not tensor.mirror or not tensor.is_intact
-            for key, tensor in entry.tensors.items()
-        )
+        for key, tensor in entry.tensors.items():  # no any(): it costs as much again, in every step
+            if values.get(key) is not tensor.mirror or not tensor.is_intact:
+                return True
+        return False
 
     def _homes(self) -> Homes:
         homes = super()._homes()
