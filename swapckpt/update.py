@@ -114,7 +114,7 @@ class _Counters:
         elif not _same(self.advanced, changed):
             msg = (
                 f"{who} {sorted(map(str, self.advanced.keys() | changed))} by the parameters it steps, so "
-                " stepping in batches would change its result. It cannot be swapped."
+                "stepping in batches would change its result. It cannot be swapped."
             )
             raise UnsupportedOptimizerError(msg)
 
