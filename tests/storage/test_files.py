@@ -174,8 +174,8 @@ def test_an_unknown_protocol_is_named() -> None:
 
 
 def is_cached(path: Path) -> bool:
-    """True when the page cache holds the file's first page. Not asked by a read that may not wait: that starts
-    a read-ahead, and on a quick device finds what it has just brought in."""
+    """True when the page cache holds the file's first page. Not asked by a read that may not wait: it starts
+    read-ahead, and on a quick device finds what it has just brought in."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), ALIGNMENT) as mapped:
         first = np.frombuffer(mapped, dtype=np.uint8)
         resident = ctypes.c_ubyte()

@@ -48,7 +48,7 @@ class DeviceSuite:
         device.offload.wait(device.load.record())
         device.offload.copy([(target, buffer)])
         device.offload.record().synchronize(BOUND_SECS)
-        assert target.tolist() == [19] * 64
+        assert _values(target) == [19]
 
     def test_streams_wait_for_each_other(self, device_factory: Callable[[], Device]) -> None:
         """Each value is read before the next one takes its place."""
@@ -73,7 +73,7 @@ class DeviceSuite:
             device.offload.wait(device.compute().record())
             device.offload.copy([(target, buffer)])
             device.offload.record().synchronize(BOUND_SECS)
-            assert target.tolist() == [100 + value] * 4096
+            assert _values(target) == [100 + value]
             device.load.wait(device.offload.record())
 
     def test_one_call_copies_many_pairs(self, device_factory: Callable[[], Device]) -> None:
@@ -96,7 +96,7 @@ class DeviceSuite:
         deadline = time.monotonic() + BOUND_SECS
         while not event.query():
             assert time.monotonic() < deadline, "query() never became True"
-        assert target.tolist() == [8] * 4096
+        assert _values(target) == [8]
 
     def test_an_event_of_an_idle_stream_is_reached(self, device_factory: Callable[[], Device]) -> None:
         device = device_factory()
@@ -164,7 +164,7 @@ class DeviceSuite:
             memory.zero_()
             device.offload.copy([(memory, buffer)])
             device.offload.record().synchronize(BOUND_SECS)
-            assert memory.tolist() == [value] * nbytes
+            assert _values(memory) == [value]
             undo()
             assert not memory.is_pinned()
 
@@ -221,6 +221,11 @@ class DeviceSuite:
 
 def _host(device: Device, nbytes: int, value: int) -> Tensor:
     return device.pinned_empty(nbytes).fill_(value)
+
+
+def _values(tensor: Tensor) -> list[int]:
+    """The different values in ``tensor``. Lists of all of them take minutes to be shown when they differ."""
+    return [int(value) for value in tensor.unique()]
 
 
 def _buffer(device: Device, nbytes: int) -> Tensor:
