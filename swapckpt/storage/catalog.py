@@ -208,7 +208,7 @@ def prune(
     checkpoints = list_checkpoints(files)
     removals = [
         *_retired(checkpoints, keep_latest=keep_latest, keep_every=keep_every),
-        *_leftovers(files, checkpoints, before_secs=time.time() - min_age_secs),
+        *leftovers(files, checkpoints, before_secs=time.time() - min_age_secs),
     ]
     if not dry_run:
         for removal in removals:
@@ -235,8 +235,14 @@ def _retired(
     ]
 
 
-def _leftovers(files: Files, checkpoints: Sequence[CheckpointInfo], *, before_secs: float) -> list[Removal]:
-    """What no checkpoint consists of, last changed before the given time; no folder with files of others."""
+def leftovers(files: Files, checkpoints: Sequence[CheckpointInfo], *, before_secs: float) -> list[Removal]:
+    """What no checkpoint consists of, last changed before the given time; no folder with files of others.
+
+    Args:
+        files: The folder that checkpoints are in.
+        checkpoints: All of :func:`list_checkpoints`.
+        before_secs: In Unix time.
+    """
 
     def is_old(modified_secs: float | None) -> bool:
         return modified_secs is not None and modified_secs < before_secs

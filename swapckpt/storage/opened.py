@@ -18,9 +18,11 @@ from swapckpt.storage.metadata import NAME as METADATA
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+    from swapckpt._torch import StorageInfo
     from swapckpt.storage.files import Files
+    from swapckpt.storage.manifest import ItemSums
     from swapckpt.storage.safe_pickle import AllowList
 
 _MANIFEST = re.compile(r"\.swapckpt(-[0-9a-f]{32})?\.json")
@@ -49,8 +51,29 @@ class OpenCheckpoint:
         """A file of this checkpoint, for messages."""
         return f"{self.files.url}/{self.folder}/{name}"
 
+    def where_item(self, index: MetadataIndex, place: StorageInfo) -> str:
+        """An item and its file, for messages."""
+        at = "" if index.offset is None else f" at {tuple(index.offset)}"
+        return f"{self.where(place.relative_path)}, item {index.fqn!r}{at}"
 
-def open_checkpoint(files: Files, name: str, *, allowed: AllowList = ALLOWED) -> OpenCheckpoint:
+    def sums(self, place: StorageInfo, *, origin: str) -> ItemSums | None:
+        """Checksums of the item at ``place``; None in a checkpoint of stock torch.
+
+        Raises:
+            CorruptCheckpointError: The manifest places it differently.
+        """
+        if self.manifest is None:
+            return None
+        entry = self.manifest.files.get(place.relative_path)
+        sums = None if entry is None else entry.item(place.offset, origin=origin)
+        if sums is None or sums.nbytes != place.length:
+            raise CorruptCheckpointError(f"{origin}: metadata and manifest place it differently.")
+        return sums
+
+
+def open_checkpoint(
+    files: Files, name: str, *, allowed: AllowList = ALLOWED, check_lengths: bool = True
+) -> OpenCheckpoint:
     """Open checkpoint ``name``. One that stock torch wrote with ``use_collectives=False`` has metadata for
     each rank: this rank's is read then.
 
@@ -58,6 +81,7 @@ def open_checkpoint(files: Files, name: str, *, allowed: AllowList = ALLOWED) ->
         files: The folder that checkpoints are in.
         name: The checkpoint's name in it.
         allowed: What its metadata may name.
+        check_lengths: False leaves data files of a wrong length to the caller (:func:`wrong_lengths`).
 
     Raises:
         CheckpointNotFoundError: It was never committed.
@@ -77,7 +101,10 @@ def open_checkpoint(files: Files, name: str, *, allowed: AllowList = ALLOWED) ->
     if manifest is None and meta is not None and (meta.save_id or "").startswith(SAVE_ID):
         raise CorruptCheckpointError(f"{files.url}/{folder} has lost its manifest, {MANIFEST}.")
     checkpoint = OpenCheckpoint(files, folder, metadata, manifest, nbytes)
-    _check_lengths(checkpoint)
+    wrong = wrong_lengths(checkpoint) if check_lengths else {}
+    if wrong:
+        listed = listing(f"{file}: {what}" for file, what in wrong.items())
+        raise CorruptCheckpointError(f"{checkpoint.where('')} has damaged data files:{listed}")
     return checkpoint
 
 
@@ -97,8 +124,9 @@ def _find_manifest(files: Files, folder: str, nbytes: Mapping[str, int], metadat
     return None
 
 
-def _check_lengths(checkpoint: OpenCheckpoint) -> None:
-    """Every data file is there, as long as the manifest says and as the metadata needs it to be."""
+def wrong_lengths(checkpoint: OpenCheckpoint) -> dict[str, str]:
+    """What is wrong with each data file that is not there, not as long as the manifest says, or not as long
+    as the metadata needs it to be."""
     expected: dict[str, int] = {}
     if checkpoint.manifest is not None:
         expected = {name: file.nbytes for name, file in checkpoint.manifest.files.items()}
@@ -106,17 +134,16 @@ def _check_lengths(checkpoint: OpenCheckpoint) -> None:
     for place in checkpoint.metadata.storage_data.values():
         end = place.offset + place.length
         needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
-    wrong = []
+    wrong = {}
     for name, end in needed.items():
         found = checkpoint.nbytes.get(name)
         if found is None:
-            wrong.append(f"{name}: missing")
+            wrong[name] = "missing"
         elif name in expected and found != expected[name]:
-            wrong.append(f"{name}: {found} bytes, {expected[name]} expected")
+            wrong[name] = f"{found} bytes, {expected[name]} expected"
         elif found < end:
-            wrong.append(f"{name}: {found} bytes, at least {end} expected")
-    if wrong:
-        raise CorruptCheckpointError(f"{checkpoint.where('')} has damaged data files:{listing(wrong)}")
+            wrong[name] = f"{found} bytes, at least {end} expected"
+    return wrong
 
 
 def _rank_metadata(files: Files, name: str) -> str:

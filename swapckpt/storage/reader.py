@@ -210,20 +210,13 @@ class SwapStorageReader(StorageReader):
 
     def _saved(self, request: _Request, source: FileReader) -> SavedItem:
         assert self._checkpoint is not None
-        place, sums = request.place, None
-        manifest = self._checkpoint.manifest
-        if manifest is not None:
-            entry = manifest.files.get(place.relative_path)
-            sums = None if entry is None else entry.item(place.offset, origin=request.name)
-            if sums is None or sums.nbytes != place.length:
-                raise CorruptCheckpointError(f"{request.name}: metadata and manifest place it differently.")
         return SavedItem(
             source,
-            start=place.offset,
-            nbytes=place.length,
+            start=request.place.offset,
+            nbytes=request.place.length,
             dtype=request.dtype,
             shape=request.shape,
-            sums=sums,
+            sums=self._checkpoint.sums(request.place, origin=request.name),
             name=request.name,
         )
 
@@ -284,8 +277,7 @@ def _request(checkpoint: OpenCheckpoint, planner: LoadPlanner, item: ReadItem) -
     place = checkpoint.metadata.storage_data.get(index)
     if place is None:
         raise CorruptCheckpointError(f"{checkpoint.where('')}: the metadata places {index.fqn!r} nowhere.")
-    at = "" if index.offset is None else f" at {tuple(index.offset)}"
-    request = _Request(item, place, f"{checkpoint.where(place.relative_path)}, item {index.fqn!r}{at}")
+    request = _Request(item, place, checkpoint.where_item(index, place))
     if place.transform_descriptors:
         raise CorruptCheckpointError(
             f"{request.name} went through stream extensions ({', '.join(place.transform_descriptors)}); only "

@@ -14,7 +14,7 @@ from zlib_ng.zlib_ng import crc32
 
 from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage.fetch import SavedItem, check_stock_item, read_blocks
-from swapckpt.storage.opened import open_checkpoint
+from swapckpt.storage.opened import open_checkpoint, wrong_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,10 +52,11 @@ def verify(
         StorageError: The store failed.
     """
     try:
-        checkpoint = open_checkpoint(files, name)
+        checkpoint = open_checkpoint(files, name, check_lengths=False)
     except CorruptCheckpointError as error:
         return [Problem("", "", str(error))]
-    problems = _unplaced(checkpoint)
+    wrong = wrong_lengths(checkpoint)
+    problems = [Problem(file, "", what) for file, what in sorted(wrong.items())] + _unplaced(checkpoint)
     by_file: dict[str, list[tuple[MetadataIndex, StorageInfo]]] = {}
     for index, place in checkpoint.metadata.storage_data.items():
         by_file.setdefault(place.relative_path, []).append((index, place))
@@ -92,6 +93,8 @@ def _check_file(
     on_progress: Callable[[int], None] | None,
 ) -> list[Problem]:
     problems = []
+    if name not in checkpoint.nbytes:
+        return [Problem(name, index.fqn, "is in a file that is missing") for index, _ in placed]
     with closing(checkpoint.files.open(f"{checkpoint.folder}/{name}")) as source:
         for index, place in sorted(placed, key=lambda entry: entry[1].offset):
             try:
@@ -106,16 +109,12 @@ def _check_file(
 def _check_item(
     checkpoint: OpenCheckpoint, source: FileReader, index: MetadataIndex, place: StorageInfo
 ) -> None:
-    at = "" if index.offset is None else f" at {tuple(index.offset)}"
-    name = f"{checkpoint.where(place.relative_path)}, item {index.fqn!r}{at}"
+    name = checkpoint.where_item(index, place)
     item = SavedItem(source, place.offset, place.length, torch.uint8, (), None, name)
-    if checkpoint.manifest is None:
+    sums = checkpoint.sums(place, origin=name)
+    if sums is None:
         check_stock_item(item)
         return
-    entry = checkpoint.manifest.files.get(place.relative_path)
-    sums = None if entry is None else entry.item(place.offset, origin=name)
-    if sums is None or sums.nbytes != place.length:
-        raise CorruptCheckpointError(f"{name}: metadata and manifest place it differently.")
     read_blocks(item, sums)
     header = bytearray(sums.payload_at)
     source.read_into(sums.start, memoryview(header))

@@ -158,11 +158,28 @@ def test_what_is_missing_is_found(tmp_path: Path, files: PosixFiles) -> None:
         ("small", "has chunks that are placed in no file"),
         ("lr.rate", "is placed in no file"),
     }
-    os.truncate(tmp_path / "step-1" / "__0_0.distcp", 0)
-    (problem,) = verify(files, "step-1")
-    assert "damaged data files" in problem.message
     with pytest.raises(CheckpointNotFoundError):
         verify(files, "step-2")
+
+
+@pytest.mark.parametrize("saver", [save, stock_save])
+def test_every_item_that_a_truncated_file_has_lost_is_found(
+    tmp_path: Path, files: PosixFiles, saver: Any
+) -> None:
+    saver(state(), tmp_path / "step-1")
+    metadata = pickle.loads((tmp_path / "step-1" / ".metadata").read_bytes())
+    ends = {index.fqn: place.offset + place.length for index, place in metadata.storage_data.items()}
+    keep = sorted(ends.values())[0]
+    os.truncate(tmp_path / "step-1" / "__0_0.distcp", keep)
+    of_file, *of_items = verify(files, "step-1")
+    assert (of_file.file, of_file.fqn) == ("__0_0.distcp", "")
+    assert of_file.message.startswith(f"{keep} bytes, ")
+    assert {problem.fqn for problem in of_items} == {fqn for fqn, end in ends.items() if end > keep}
+    assert {problem.file for problem in of_items} == {"__0_0.distcp"}
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    of_file, *of_items = verify(files, "step-1")
+    assert of_file.message == "missing"
+    assert {(problem.file, problem.fqn) for problem in of_items} == {("__0_0.distcp", fqn) for fqn in ends}
 
 
 # -------------------------------------------------------------------------------------- retention: C14
