@@ -169,7 +169,7 @@ def test_every_item_that_a_truncated_file_has_lost_is_found(
     saver(state(), tmp_path / "step-1")
     metadata = pickle.loads((tmp_path / "step-1" / ".metadata").read_bytes())
     ends = {index.fqn: place.offset + place.length for index, place in metadata.storage_data.items()}
-    keep = sorted(ends.values())[0]
+    keep = min(ends.values())
     os.truncate(tmp_path / "step-1" / "__0_0.distcp", keep)
     of_file, *of_items = verify(files, "step-1")
     assert (of_file.file, of_file.fqn) == ("__0_0.distcp", "")
