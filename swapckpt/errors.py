@@ -46,6 +46,11 @@ class FqnError(SwapCkptError, KeyError):
     __str__ = Exception.__str__  # KeyError prints its argument with repr, which hides line breaks
 
 
+class RebindError(SwapCkptError, ValueError):
+    """The map of replaced parameters does not fit the optimizers. All offenders are listed; nothing was
+    changed."""
+
+
 class PhaseError(SwapCkptError, RuntimeError):
     """The call is not legal now (for example ``state_dict()`` inside a step). Call it when the step is
     over."""

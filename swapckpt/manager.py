@@ -18,6 +18,7 @@ from swapckpt.errors import ConfigError, FqnError, listing
 from swapckpt.fqn import named_parameters
 from swapckpt.layouts import Incoming, flat_layout, nested_layout
 from swapckpt.optimizer import is_swapped, recovery, release, swap_of, swap_optimizer, swapped_state
+from swapckpt.rebinding import Replacement
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
 from swapckpt.snapshot import Snapshot
 from swapckpt.statedict import LiveState, StateView
@@ -83,7 +84,7 @@ class StateManager:
         self.flat = flat
         self._config = config if config is not None else SwapConfig()
         self._names = named_parameters(model)
-        self._check_ownership()
+        self._check_ownership(self._names)
         self._unswapped: dict[Optimizer, LiveState] = {}
         adopted: list[Optimizer] = []
         try:
@@ -110,7 +111,7 @@ class StateManager:
         # Asked anew each time: an optimizer may have been adopted or released since the last call.
         return [self._view(each) for each in self.optimizers.values()]
 
-    def _check_ownership(self) -> None:
+    def _check_ownership(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
         """Every parameter has a name, and one owner.
 
         Raises:
@@ -121,11 +122,11 @@ class StateManager:
         for owner, optimizer in self.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
                 for position, param in enumerate(group["params"]):
-                    if param not in self._names:
+                    if param not in names:
                         where = f"optimizer {owner!r}, group {index}, parameter {position}"
                         problems.append(f"{where}, shape {list(param.shape)}: not a parameter of the model")
                     elif param in owners:
-                        name = self._names[param][0]
+                        name = names[param][0]
                         problems.append(f"{name}: held by optimizers {owners[param]!r} and {owner!r}")
                     owners[param] = owner
         if problems:
@@ -142,12 +143,45 @@ class StateManager:
     def _sync(self) -> None:
         """Follow parameters and groups that were added since the last call."""
         names = named_parameters(self.model)
-        self._names.clear()  # in place: views share it, and a parameter that was replaced must lose its name
-        self._names.update(names)
-        self._check_ownership()
+        self._check_ownership(names)
+        self._rename(names)
         for optimizer in self.optimizers.values():
             if is_swapped(optimizer):
                 swap_of(optimizer).sync_params(optimizer)
+
+    def _rename(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
+        self._names.clear()  # in place: views share it, and a parameter that was replaced must lose its name
+        self._names.update(names)
+
+    def rebind(self, new_to_old: Mapping[Tensor, Tensor], *, model: nn.Module | None = None) -> None:
+        """Let new parameter objects take the place of old ones, in all optimizers and their state.
+
+        For use after the model's parameters were replaced, for example by wrapping it anew. Call it between
+        steps. State, mirrors, group settings, batches and the order of everything stay as they are, and no
+        value is copied: the new parameters hold the right values already. Either all of ``new_to_old`` is
+        done or nothing; after an error it can be called again.
+
+        Args:
+            new_to_old: Every replaced parameter: the new object and the one whose place it takes. Both have
+                the same shape, strides, dtype, device and placements.
+            model: The module that names the parameters from now on; default the same as before.
+
+        Raises:
+            RebindError: Lists all pairs that do not fit, and all parameters that left the model without being
+                in the map.
+            PhaseError: A step or load is running, or an earlier one failed.
+        """
+        require_instance("new_to_old", new_to_old, Mapping)
+        for param in (*new_to_old.keys(), *new_to_old.values()):
+            require_instance("a parameter of new_to_old", param, torch.Tensor)
+        model = model if model is not None else self.model
+        require_instance("model", model, nn.Module)
+        self._require_idle("rebind parameters")
+        names = named_parameters(model)
+        replacement = Replacement(new_to_old, self.optimizers, old_names=dict(self._names), new_names=names)
+        replacement.apply(self._views)
+        self.model = model
+        self._rename(names)
 
     # ------------------------------------------------------------------ Stateful
 

@@ -256,6 +256,15 @@ class StateTable:
                 entry.group = live[param]
                 self.batches[entry.batch].params.append(entry)
 
+    def rebind(self, new_of: Mapping[Tensor, Tensor]) -> None:
+        """Let new parameters take the place of old ones: batches, regions and mirrors stay."""
+        for entry in self.entries.values():
+            entry.param = new_of.get(entry.param, entry.param)
+        for batch in self.batches:
+            for tensor in batch.tensors:
+                tensor.param = new_of.get(tensor.param, tensor.param)
+        self.entries = {entry.param: entry for entry in self.entries.values()}
+
     def tensors(self) -> Iterator[StateTensor]:
         """Every swapped tensor that has been created, in step order."""
         for batch in self.batches:

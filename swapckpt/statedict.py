@@ -113,6 +113,10 @@ class StateView(ABC):
         """The name a parameter is saved under."""
         return self.names[param][0]
 
+    def rebind(self, new_of: Mapping[Tensor, Tensor]) -> None:
+        """Let new parameters take the place of old ones. Templates that were handed out stay valid."""
+        self._templates = {new_of.get(param, param): each for param, each in self._templates.items()}
+
     def values(self, param: Tensor) -> Values:
         """State of ``param`` by key: the live tensors themselves, or a template (see [Note: not created])."""
         live: Values | None = self.optimizer.state.get(param)

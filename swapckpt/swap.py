@@ -6,7 +6,7 @@ import operator
 import os
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ class Phase(Enum):
     STEPPING = "stepping"  # nothing; state is travelling
     READING = "being read into"  # only the end of that load; whatever else comes finds that it failed
     LOADING = "loading"  # nothing; a state dict is being written into the mirrors
+    REBINDING = "being rebound"  # nothing; new parameters are taking the place of old ones
     FAILED = "failed"  # only a load inside recovery(); parameters and state may be torn
 
 
@@ -80,7 +81,7 @@ class Swap:
 
         Raises:
             StateFailedError: The state is torn and no recovery is under way.
-            PhaseError: A step or load is running.
+            PhaseError: A step, load or rebind is running.
         """
         if self.phase is Phase.READING:
             self.fail(StateFailedError("a checkpoint was read into the state, and the load did not finish"))
@@ -90,7 +91,7 @@ class Swap:
                 "state may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(...)`."
             )
             raise StateFailedError(msg) from self.failure
-        if self.phase in (Phase.STEPPING, Phase.LOADING):
+        if self.phase in (Phase.STEPPING, Phase.LOADING, Phase.REBINDING):
             msg = f"Cannot {action} while the optimizer is {self.phase.value}. Call it between steps."
             raise PhaseError(msg)
 
@@ -145,6 +146,15 @@ class Swap:
         self.table.add(named, cuts)
         largest = max((sum(costs[cut.start : cut.stop]) for cut in cuts), default=0)
         self._budget_nbytes = max(self._budget_nbytes, largest)
+
+    def rebind(self, optimizer: Optimizer, new_of: Mapping[Tensor, Tensor]) -> None:
+        """Let new parameters take the place of old ones, whose groups they are in already."""
+        names = replace_keys(self.names, new_of)
+        self.names.clear()  # in place: the state view shares it
+        self.names.update(names)
+        self.table.rebind(new_of)
+        self._known_groups = [[new_of.get(param, param) for param in known] for known in self._known_groups]
+        self._subsets = self._group_subsets(optimizer)
 
     def rename(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
         """Take the names (first one and aliases) of a model's parameters."""
@@ -266,6 +276,14 @@ class Swap:
                 raise
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
+
+
+Value = TypeVar("Value")
+
+
+def replace_keys(values: Mapping[Tensor, Value], new_of: Mapping[Tensor, Tensor]) -> dict[Tensor, Value]:
+    """The same values in the same order, under the new parameters."""
+    return {new_of.get(param, param): value for param, value in values.items()}
 
 
 def _same_params(groups: list[list[Tensor]], known: list[list[Tensor]]) -> bool:

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from torch import nn
 
 import swapckpt
 from swapckpt import SwapConfig
-from swapckpt.errors import StepError
+from swapckpt.errors import RebindError, StepError
 from swapckpt.manager import StateManager
 from swapckpt.swap import Phase
 from tests.core.devices import FailingDevice
@@ -50,7 +51,7 @@ class Saved:
 
 class Life(RuleBasedStateMachine):
     """adopt, step, partial gradients, new groups, snapshots under slow readers, save, load, failures,
-    release."""
+    rebinding, release."""
 
     @initialize(
         optimizer=st.sampled_from(sorted(OPTIMIZERS)),
@@ -190,6 +191,21 @@ class Life(RuleBasedStateMachine):
             self.twins.swapped.step()  # nothing was updated: the same step can be taken again
         stream.copies_left = None
         self.twins.plain.step()
+
+    @rule(chosen=st.sets(st.integers(0, 6), min_size=1), forgets=st.booleans())
+    def rebind(self, chosen: set[int], forgets: bool) -> None:
+        """Some parameters are replaced; before that, perhaps, by a map in which one is missing."""
+        new_to_old: dict[torch.Tensor, torch.Tensor] = {}
+        for index, old in enumerate(self.twins.params):
+            if index in chosen:
+                new = self.twins.params[index] = nn.Parameter(old.detach().clone())
+                new_to_old[new] = old
+        model = nn.ParameterList(self.twins.params)
+        if forgets and new_to_old:
+            _, *rest = new_to_old.items()
+            with pytest.raises(RebindError, match="not in the map"):
+                self.manager.rebind(dict(rest), model=model)
+        self.manager.rebind(new_to_old, model=model)
 
     @rule()
     @precondition(lambda self: self.is_adopted)
