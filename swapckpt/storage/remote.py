@@ -90,7 +90,7 @@ class FsspecFiles:
         with explained("listing", self._named(path)):
             try:
                 found = retried(listed, transient=_is_transient)
-            except FileNotFoundError:  # an object store has no empty folders
+            except (FileNotFoundError, NotADirectoryError):  # an object store has no empty folders
                 return []
         entries = [
             _entry(info) for info in found if str(info["name"]).strip("/") != self._at(path).strip("/")
@@ -107,7 +107,8 @@ class FsspecFiles:
 
     def put(self, path: str, data: bytes) -> None:
         def created() -> None:
-            self._fs.pipe_file(self._at(path), data, mode="create" if conditional else "overwrite")
+            # Not every implementation knows of modes.
+            self._fs.pipe_file(self._at(path), data, **({"mode": "create"} if conditional else {}))
 
         conditional = self.is_conditional()
         with explained("writing", self._named(path)):
@@ -115,10 +116,12 @@ class FsspecFiles:
                 raise FileExistsError(self._named(path))
             try:
                 retried(created, transient=_is_transient)
-            except FileExistsError:
+            except OSError as error:
+                if not _is_precondition(error):
+                    raise
                 # The answer to an earlier attempt that succeeded may have been lost.
                 if self._fs.cat_file(self._at(path)) != data:
-                    raise
+                    raise FileExistsError(self._named(path)) from error
 
     def version(self, path: str) -> str | None:
         if not self.is_conditional():
@@ -134,14 +137,22 @@ class FsspecFiles:
             if version is None or s3 is None:
                 retried(lambda: self._fs.pipe_file(self._at(path), data), transient=_is_transient)
                 return
-            bucket, key, _ = s3.split_path(self._at(path))
-            try:
-                s3.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfMatch=version)
-            except OSError as error:
-                if not _is_precondition(error):
-                    raise
-                raise FileExistsError(self._named(path)) from error
-            self._fs.invalidate_cache(self._at(path))
+            # Ceph compares with the version without its quotes, and refuses what has them.
+            conditions = dict.fromkeys((version, version.strip('"')))
+            if not any(self._swapped(s3, path, data, condition=condition) for condition in conditions):
+                raise FileExistsError(self._named(path))
+
+    def _swapped(self, s3: _S3, path: str, data: bytes, *, condition: str) -> bool:
+        """Put an object if it is at a version; False when it is not."""
+        bucket, key, _ = s3.split_path(self._at(path))
+        try:
+            s3.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfMatch=condition)
+        except OSError as error:
+            if not _is_precondition(error):
+                raise
+            return False
+        self._fs.invalidate_cache(self._at(path))
+        return True
 
     def rename(self, source: str, target: str) -> None:
         raise StorageError(
@@ -215,9 +226,10 @@ class FsspecFiles:
             try:
                 self._fs.pipe_file(probe, b"1", mode="create")
                 self._fs.pipe_file(probe, b"2", mode="create")
-            except FileExistsError:
-                return True
-            except OSError as error:  # some servers refuse the header instead of honouring it
+            except OSError as error:
+                if _is_precondition(error):
+                    return True
+                # Some servers refuse the header instead of honouring it.
                 if error.errno not in {errno.EINVAL, errno.ENOSYS}:
                     raise
                 return False
@@ -246,7 +258,9 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _is_precondition(error: OSError) -> bool:
-    return isinstance(error, FileExistsError) or "condition" in str(error).lower()
+    # Where the server sends no message (Ceph), only the cause that s3fs translates from has the code.
+    said = f"{error} {error.__cause__}".lower()
+    return isinstance(error, FileExistsError) or "precondition" in said or "pre-condition" in said
 
 
 class FsspecWriter:
@@ -276,13 +290,10 @@ class FsspecWriter:
 
     def abort(self) -> None:
         with explained("discarding", self._name):
+            with suppress(Exception):  # the upload may be what failed; prune finds what is left of it
+                self._stream.discard()
             if isinstance(self._stream, AbstractBufferedFile):
-                with suppress(Exception):  # the upload may be what failed; prune finds what is left of it
-                    self._stream.discard()
                 self._stream.closed = True
-            else:
-                with suppress(Exception):
-                    self._stream.close()
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path)
 

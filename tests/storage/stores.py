@@ -58,6 +58,19 @@ def stock_load(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str,
     return state
 
 
+def uniform(value: float) -> dict[str, Any]:
+    """A state in which every number is ``value``, so that a mixture of two saves shows."""
+    return {"a": torch.full((30_000,), value), "b": torch.full((3,), value), "settings": {"value": value}}
+
+
+def value_of(path: str | os.PathLike[str], *, loader: Callable[..., Any] = load, **options: Any) -> float:
+    """The value that a checkpoint of :func:`uniform` was saved with. Fails on a mixture."""
+    loaded = loader(uniform(-1.0), path, **options)
+    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
+    assert len(found) == 1, found
+    return float(found.pop())
+
+
 def zeroed(state: Any) -> Any:
     """The same structure, to be loaded into."""
     if isinstance(state, torch.Tensor):

@@ -18,7 +18,7 @@ from swapckpt.storage.files import Files, open_files, read_bytes
 from swapckpt.storage.manifest import FileSums
 from swapckpt.storage.posix import PosixFiles
 from tests.storage.powerloss import VolatileFiles
-from tests.storage.stores import HookedFiles, dying_at, load, save, stock_load
+from tests.storage.stores import HookedFiles, dying_at, save, stock_load, uniform, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,24 +27,8 @@ if TYPE_CHECKING:
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def state(value: float) -> dict[str, Any]:
-    """Every number in it is ``value``, so that a mixture of two saves shows."""
-    return {"a": torch.full((30_000,), value), "b": torch.full((3,), value), "settings": {"value": value}}
-
-
-def value_of(path: str | os.PathLike[str], **options: Any) -> float:
-    """The value that a checkpoint was saved with. Fails on a mixture."""
-    loaded = load(state(-1.0), path, **options)
-    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
-    assert len(found) == 1, found
-    return float(found.pop())
-
-
 def stock_value_of(path: Path) -> float:
-    loaded = stock_load(state(-1.0), path)
-    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
-    assert len(found) == 1, found
-    return float(found.pop())
+    return value_of(path, loader=stock_load)
 
 
 def seen_by_trainers(root: Path) -> list[str]:
@@ -80,7 +64,7 @@ def test_steps_are_known_by_their_name(name: str, step: int | None) -> None:
 def save_and_die(root: str, name: str, overwrite: bool, number: int) -> None:
     torch.set_num_threads(1)
     files = HookedFiles(PosixFiles(root), dying_at(number))
-    save(state(2.0), f"{root}/{name}", files=files, overwrite=overwrite)
+    save(uniform(2.0), f"{root}/{name}", files=files, overwrite=overwrite)
 
 
 def killed(*arguments: Any) -> bool:
@@ -98,7 +82,7 @@ def test_sigkill_at_every_call_of_a_save(tmp_path: Path, overwrite: bool) -> Non
     number = 0
     while True:
         root = tmp_path / str(number)
-        save(state(1.0), root / "step-1")
+        save(uniform(1.0), root / "step-1")
         name = "step-1" if overwrite else "step-2"
         was_killed = killed(str(root), name, overwrite, number)
 
@@ -118,7 +102,7 @@ def test_sigkill_at_every_call_of_a_save(tmp_path: Path, overwrite: bool) -> Non
         assert (name in states) == (outcomes[-1] != 0.0)
 
         # The next save succeeds, and nothing is left over after a prune.
-        save(state(3.0), root / name, overwrite=True)
+        save(uniform(3.0), root / name, overwrite=True)
         prune(PosixFiles(root), min_age_secs=-1, dry_run=False)
         assert sorted(path.name for path in root.iterdir()) == sorted({"step-1", name})
         assert value_of(root / name) == 3.0
@@ -132,7 +116,7 @@ def test_sigkill_at_every_call_of_a_save(tmp_path: Path, overwrite: bool) -> Non
 
 
 def test_a_reader_finds_the_old_checkpoint_between_the_two_renames(tmp_path: Path) -> None:
-    save(state(1.0), tmp_path / "step-1")
+    save(uniform(1.0), tmp_path / "step-1")
     renames = 0
 
     def before(_number: int, operation: str, _path: str) -> None:
@@ -147,35 +131,37 @@ def test_a_reader_finds_the_old_checkpoint_between_the_two_renames(tmp_path: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        save(state(2.0), tmp_path / "step-1", overwrite=True, files=HookedFiles(PosixFiles(tmp_path), before))
+        save(
+            uniform(2.0), tmp_path / "step-1", overwrite=True, files=HookedFiles(PosixFiles(tmp_path), before)
+        )
     assert renames == 3  # and it was renamed back
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert value_of(tmp_path / "step-1") == 1.0
 
 
 def test_a_writer_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
-    save(state(1.0), tmp_path / "step-1")
+    save(uniform(1.0), tmp_path / "step-1")
     (tmp_path / "step-1").rename(tmp_path / commit.aside("step-1", "a" * 32, kind="old"))
     with pytest.raises(CheckpointExistsError):
-        save(state(2.0), tmp_path / "step-1")
+        save(uniform(2.0), tmp_path / "step-1")
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert stock_value_of(tmp_path / "step-1") == 1.0
 
 
 def test_a_folder_that_stock_began_meanwhile_does_not_hide_the_old_checkpoint(tmp_path: Path) -> None:
-    save(state(1.0), tmp_path / "step-1")
+    save(uniform(1.0), tmp_path / "step-1")
     (tmp_path / "step-1").rename(tmp_path / commit.aside("step-1", "a" * 32, kind="old"))
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "__0_0.distcp").write_bytes(b"begun")
     assert value_of(tmp_path / "step-1") == 1.0
-    save(state(2.0), tmp_path / "step-1", overwrite=True)
+    save(uniform(2.0), tmp_path / "step-1", overwrite=True)
     assert value_of(tmp_path / "step-1") == 2.0
 
 
 def test_a_removal_that_is_cut_short_leaves_an_incomplete_checkpoint_not_a_corrupt_one(
     tmp_path: Path,
 ) -> None:
-    save(state(1.0), tmp_path / "step-1")
+    save(uniform(1.0), tmp_path / "step-1")
     removals = 0
 
     def before(_number: int, operation: str, _path: str) -> None:
@@ -203,7 +189,7 @@ def test_power_failure_at_every_call_of_a_save(overwrite: bool) -> None:
     number, outcomes = 0, set()
     while True:
         volatile = VolatileFiles()
-        save(state(1.0), "/x/step-1", files=volatile)
+        save(uniform(1.0), "/x/step-1", files=volatile)
 
         def before(current: int, _operation: str, _path: str, number: int = number) -> None:
             if current == number:
@@ -212,7 +198,7 @@ def test_power_failure_at_every_call_of_a_save(overwrite: bool) -> None:
         failed = False
         try:
             # What is done about the failure is done without power: only the state before counts.
-            save(state(2.0), f"/x/{name}", files=Frozen(HookedFiles(volatile, before)), overwrite=overwrite)
+            save(uniform(2.0), f"/x/{name}", files=Frozen(HookedFiles(volatile, before)), overwrite=overwrite)
         except PowerFailedError:
             failed = True
         for seed in range(6):
@@ -296,12 +282,12 @@ def test_a_checkpoint_is_committed_replaced_and_listed_on_every_store(
     store_url: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync() stops every process of the machine"))
-    save(state(1.0), f"{store_url}/step-1")
-    save(state(2.0), f"{store_url}/step-2")
+    save(uniform(1.0), f"{store_url}/step-1")
+    save(uniform(2.0), f"{store_url}/step-2")
     assert [value_of(f"{store_url}/step-{step}") for step in (1, 2)] == [1.0, 2.0]
     with pytest.raises(CheckpointExistsError):
-        save(state(9.0), f"{store_url}/step-2")
-    save(state(3.0), f"{store_url}/step-2", overwrite=True)
+        save(uniform(9.0), f"{store_url}/step-2")
+    save(uniform(3.0), f"{store_url}/step-2", overwrite=True)
     assert value_of(f"{store_url}/step-2") == 3.0
     assert committed_steps(files) == [1, 2]
     assert [(info.name, info.state, info.world_size) for info in list_checkpoints(files)] == [
@@ -315,7 +301,7 @@ def test_a_checkpoint_is_committed_replaced_and_listed_on_every_store(
 def test_a_failure_at_any_call_leaves_nothing_visible_and_nothing_after_prune(
     store_url: str, files: Files, overwrite: bool
 ) -> None:
-    save(state(1.0), f"{store_url}/step-1")
+    save(uniform(1.0), f"{store_url}/step-1")
     name = "step-1" if overwrite else "step-2"
     committed, number = False, 0
     while not committed:
@@ -326,7 +312,7 @@ def test_a_failure_at_any_call_leaves_nothing_visible_and_nothing_after_prune(
 
         hooked = HookedFiles(files, before)
         try:
-            save(state(2.0), f"{store_url}/{name}", files=hooked, overwrite=overwrite)
+            save(uniform(2.0), f"{store_url}/{name}", files=hooked, overwrite=overwrite)
         except StorageError:
             pass
         else:
@@ -351,7 +337,7 @@ def test_folders_with_other_files_are_not_replaced(store_url: str, files: Files)
     files.make_folder("step-1")
     files.put("step-1/notes.txt", b"mine")
     with pytest.raises(CheckpointExistsError, match=r"not of a checkpoint.*\n  - notes\.txt"):
-        save(state(1.0), f"{store_url}/step-1", overwrite=True)
+        save(uniform(1.0), f"{store_url}/step-1", overwrite=True)
     assert read_bytes(files, "step-1/notes.txt") == b"mine"
     prune(files, min_age_secs=-1, dry_run=False)
     assert read_bytes(files, "step-1/notes.txt") == b"mine"
@@ -363,7 +349,7 @@ def test_what_an_unfinished_save_of_stock_left_is_replaced(store_url: str, files
     files.put("step-1/.metadata.tmp", b"half")
     (info,) = list_checkpoints(files)
     assert (info.state, info.problem) == (CheckpointState.INCOMPLETE, "a save that did not finish")
-    save(state(1.0), f"{store_url}/step-1")
+    save(uniform(1.0), f"{store_url}/step-1")
     assert value_of(f"{store_url}/step-1") == 1.0
     assert len(files.entries("step-1")) == 3
 
@@ -409,7 +395,7 @@ def test_a_put_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         files, "put", lambda path, data: put(path, data[: -1 if ".metadata" in path else None])
     )
     with pytest.raises(StorageError, match="does not hold what was just written"):
-        save(state(1.0), "memory://lossy/step-1", files=files)
+        save(uniform(1.0), "memory://lossy/step-1", files=files)
 
 
 def upload_and_die(url: str, environment: dict[str, str]) -> None:
@@ -426,7 +412,7 @@ def upload_and_die(url: str, environment: dict[str, str]) -> None:
 
 def test_a_killed_upload_is_found_and_aborted(s3_bucket: str) -> None:
     root = f"{s3_bucket}/killed"
-    save(state(1.0), f"{root}/step-1")
+    save(uniform(1.0), f"{root}/step-1")
     process = _CONTEXT.Process(target=upload_and_die, args=(f"{root}/step-2", dict(os.environ)))
     process.start()
     process.join()

@@ -11,10 +11,12 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any, NoReturn
 
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -391,6 +393,56 @@ def test_a_store_without_conditions_says_so_once(caplog: pytest.LogCaptureFixtur
     assert [record.message for record in caplog.records].count(
         "memory://weak cannot refuse to overwrite an object: let only one job at a time save there."
     ) == 1
+
+
+def test_a_store_that_knows_no_modes_gets_none() -> None:
+    class Plain(MemoryFileSystem):
+        def pipe_file(self, path: str, value: bytes) -> None:
+            super().pipe_file(path, value)
+
+    files = FsspecFiles(Plain(), "/plain", url="plain://plain")
+    files.put("x", b"1")
+    with pytest.raises(FileExistsError):
+        files.put("x", b"2")
+    assert read_bytes(files, "x") == b"1"
+
+
+def test_a_condition_that_fails_without_a_message_is_one(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As s3fs translates the answer of Ceph, which also wants versions without their quotes."""
+    files = remote(f"{s3_bucket}/silent")
+    call, pipe = files._fs.call_s3, files._fs.pipe_file
+
+    def refuse() -> NoReturn:
+        cause = RuntimeError("An error occurred (PreconditionFailed) when calling PutObject: None")
+        raise OSError(errno.EINVAL, None) from cause
+
+    def calling(method: str, **kwargs: Any) -> Any:
+        if '"' in kwargs["IfMatch"]:
+            refuse()
+        try:
+            return call(method, **{**kwargs, "IfMatch": f'"{kwargs["IfMatch"]}"'})
+        except OSError:
+            refuse()
+
+    def piping(path: str, data: bytes, **kwargs: Any) -> None:
+        try:
+            pipe(path, data, **kwargs)
+        except FileExistsError:
+            refuse()
+
+    monkeypatch.setattr(files._fs, "call_s3", calling)
+    monkeypatch.setattr(files._fs, "pipe_file", piping)
+    assert files.is_conditional()
+    files.put("x", b"1")
+    with pytest.raises(FileExistsError):
+        files.put("x", b"2")
+    version = files.version("x")
+    files.swap("x", b"3", version=version)
+    with pytest.raises(FileExistsError):
+        files.swap("x", b"4", version=version)
+    assert read_bytes(files, "x") == b"3"
 
 
 def test_a_lost_answer_to_a_put_is_not_a_conflict(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
