@@ -5,7 +5,8 @@ pipeline of load, update and offload; the same component is a ``torch.distribute
 """
 
 from swapckpt import errors
-from swapckpt.config import SwapConfig
+from swapckpt.checkpointer import Checkpointer, MirrorStager, PerRank, RngState, SaveHandle, SaveStats
+from swapckpt.config import AsyncMode, CheckpointConfig, SwapConfig
 from swapckpt.manager import MemoryStats, StateManager
 from swapckpt.optimizer import is_swapped, recovery, release, swap_optimizer
 from swapckpt.planner import StrictLoadPlanner
@@ -14,7 +15,15 @@ from swapckpt.snapshot import Snapshot
 from swapckpt.trace import Span, Timeline
 
 __all__ = [
+    "AsyncMode",
+    "CheckpointConfig",
+    "Checkpointer",
     "MemoryStats",
+    "MirrorStager",
+    "PerRank",
+    "RngState",
+    "SaveHandle",
+    "SaveStats",
     "Snapshot",
     "Span",
     "StateManager",

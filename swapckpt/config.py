@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import cast
 
 from swapckpt.errors import ConfigError
@@ -35,6 +37,15 @@ def require_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         msg = f"{name} must be a positive finite number, got {value!r}."
         raise ConfigError(msg)
+
+
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``; the nearest one is suggested."""
+    if value in choices:
+        return
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}.{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +109,59 @@ class SwapConfig:
 
 def _is_name(key: object) -> bool:
     return isinstance(key, str) and bool(key)
+
+
+class AsyncMode(Enum):
+    """Who writes a checkpoint, while what."""
+
+    DISABLED = "disabled"  # the training thread; nothing is copied, training waits
+    ASYNC = "async"  # a thread of the trainer; parameters are staged in host memory
+    ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"  # another process, out of memory that it shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """How a ``Checkpointer`` saves and loads.
+
+    Attributes:
+        async_mode: ``disabled``, ``async`` or ``async_with_pinned_mem`` (see :class:`AsyncMode`).
+        sync_files: Wait until the device has what was written. False survives a crash of the job, not of the
+            machine.
+        drop_page_cache_after_save: Forget cached pages of what was written. Direct I/O leaves none.
+        empty_cache_after_save: Give cached memory of the device's allocator back after each save.
+        keep_latest: Remove all but this many of the newest checkpoints, after each save (>= 1; None keeps
+        all). keep_every: Never remove those whose step is a multiple of this (>= 1).
+        threads: Threads (and files) per rank, at most (>= 1).
+        verify_on_load: Compare what is read with its checksums.
+        on_busy: What ``save`` does while the save before is still being written: ``wait`` or ``raise``.
+        timeout_secs: Bound of every wait for another rank, a copy or a writer (> 0). A save of which a rank
+            is lost fails on the others within it.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    async_mode: AsyncMode | str = AsyncMode.ASYNC
+    sync_files: bool = True
+    drop_page_cache_after_save: bool = False
+    empty_cache_after_save: bool = True
+    keep_latest: int | None = None
+    keep_every: int | None = None
+    threads: int = 4
+    verify_on_load: bool = True
+    on_busy: str = "wait"
+    timeout_secs: float = 600.0
+
+    def __post_init__(self) -> None:
+        modes = [mode.value for mode in AsyncMode]
+        mode = self.async_mode.value if isinstance(self.async_mode, AsyncMode) else self.async_mode
+        require_choice("async_mode", mode, modes)
+        object.__setattr__(self, "async_mode", AsyncMode(mode))
+        for name in ("sync_files", "drop_page_cache_after_save", "empty_cache_after_save", "verify_on_load"):
+            require_bool(name, getattr(self, name))
+        for name in ("keep_latest", "keep_every"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), minimum=1)
+        require_int("threads", self.threads, minimum=1)
+        require_choice("on_busy", self.on_busy, ["wait", "raise"])
+        require_positive("timeout_secs", self.timeout_secs)

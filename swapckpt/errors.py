@@ -126,3 +126,13 @@ class UnsafePickleError(SwapCkptError, ValueError):
 
 class ReleasedStorageError(SwapCkptError, RuntimeError):
     """A tensor to be saved has no memory behind it any more. Nothing of this save is visible."""
+
+
+class CheckpointError(SwapCkptError, RuntimeError):
+    """A save or load failed on a rank, a rank is gone, or ranks do not agree; the message says which.
+    Checkpoints committed before are untouched and nothing new is visible. Save again, or restart the job."""
+
+
+class SaveInProgressError(SwapCkptError, RuntimeError):
+    """``save`` was called with ``on_busy="raise"`` while the save before it is still being written. Nothing
+    was begun: call it later, or wait for the handle of the other save."""

@@ -20,14 +20,14 @@ from swapckpt.layouts import Incoming, flat_layout, nested_layout
 from swapckpt.optimizer import is_swapped, recovery, release, swap_of, swap_optimizer, swapped_state
 from swapckpt.rebinding import Replacement
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
-from swapckpt.snapshot import Snapshot
+from swapckpt.snapshot import Snapshot, host_copy
 from swapckpt.statedict import LiveState, StateView
 from swapckpt.swap import Phase, Swap, load_into
 from swapckpt.trace import Timeline
 from swapckpt.update import unhooked_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -133,11 +133,12 @@ class StateManager:
             msg = f"{len(problems)} parameters cannot be named:{listing(problems)}"
             raise FqnError(msg)
 
-    def _swaps(self) -> list[Swap]:
+    def swaps(self) -> list[Swap]:
+        """What swapping adds to each optimizer that is adopted now."""
         return [swap_of(each) for each in self.optimizers.values() if is_swapped(each)]
 
     def _require_idle(self, action: str) -> None:
-        for swap in self._swaps():
+        for swap in self.swaps():
             swap.require_idle(action)
 
     def _sync(self) -> None:
@@ -185,11 +186,14 @@ class StateManager:
 
     # ------------------------------------------------------------------ Stateful
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self, *, flat: bool | None = None) -> dict[str, object]:
         """The state of all optimizers by FQN, as aliases: no copy, no device traffic.
 
         State that does not exist yet is exported as a template that DCP can load into; it does not change the
         optimizer. The tensors are valid until the next ``step()``.
+
+        Args:
+            flat: The layout; default that of the manager.
 
         Raises:
             PhaseError: A step is running, or an earlier one failed (outside ``recovery()``).
@@ -197,7 +201,8 @@ class StateManager:
         """
         self._require_idle("export state")
         self._sync()
-        return flat_layout(self._views) if self.flat else nested_layout(self._views)
+        is_flat = self.flat if flat is None else flat
+        return flat_layout(self._views) if is_flat else nested_layout(self._views)
 
     def load_state_dict(
         self,
@@ -223,13 +228,13 @@ class StateManager:
         with ExitStack() as stack:
             if accept_parameters:
                 stack.enter_context(self.recovery())
-            for swap in self._swaps():
+            for swap in self.swaps():
                 if swap.phase is not Phase.READING:
                     swap.require_idle("load a state dict")
             self._sync()
             incoming = Incoming.from_layout(state_dict, self._views)
             incoming.check(allow_missing=allow_missing)
-            load_into(self._swaps(), incoming.restore)
+            load_into(self.swaps(), incoming.restore)
 
     def begin_load(self) -> None:
         """DCP is about to overwrite what ``state_dict()`` handed out. Called by ``StrictLoadPlanner``.
@@ -241,20 +246,24 @@ class StateManager:
             StateFailedError: An earlier step or load failed (outside ``recovery()``).
         """
         self._require_idle("read a checkpoint")
-        for swap in self._swaps():
+        for swap in self.swaps():
             swap.require_own_mirrors("read a checkpoint")
-        for swap in self._swaps():
+        for swap in self.swaps():
             swap.phase = Phase.READING
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, copy_tensor: Callable[[Tensor], Tensor] = host_copy) -> Snapshot:
         """The state of this moment, leased rather than copied: it stays as it is while training goes on.
 
         Use it as a context manager and read ``snapshot.state_dict`` from any thread.
 
+        Args:
+            copy_tensor: Makes the copy of a tensor that is no mirror: small state, and all state of an
+                optimizer that is not swapped.
+
         Raises:
             PhaseError: A step is running, or an earlier one failed.
         """
-        return Snapshot(self.state_dict(), self._swaps())
+        return Snapshot(self.state_dict(), self.swaps(), copy_tensor=copy_tensor)
 
     @contextmanager
     def recovery(self) -> Iterator[None]:
@@ -267,7 +276,7 @@ class StateManager:
 
     def memory(self) -> MemoryStats:
         """Accounted bytes of swapped state over all optimizers."""
-        ledgers = [swap.device.ledger for swap in self._swaps()]
+        ledgers = [swap.device.ledger for swap in self.swaps()]
         return MemoryStats(
             device_nbytes=sum(ledger.device_nbytes for ledger in ledgers),
             device_peak_nbytes=sum(ledger.device_peak_nbytes for ledger in ledgers),
@@ -277,14 +286,14 @@ class StateManager:
 
     def reset_peak_memory(self) -> None:
         """Start new peaks from the current figures."""
-        for swap in self._swaps():
+        for swap in self.swaps():
             swap.device.ledger.reset_peak()
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
         """Record load, update and offload of every batch of the steps taken inside."""
         timeline = Timeline()
-        devices = [swap.device for swap in self._swaps()]
+        devices = [swap.device for swap in self.swaps()]
         for device in devices:
             device.timeline = timeline
         try:
@@ -302,7 +311,7 @@ class StateManager:
         if gbps is not None:
             require_positive("gbps", gbps)
         self._sync()
-        swaps = self._swaps()
+        swaps = self.swaps()
         device = swaps[0].device if swaps else device_for(self._torch_device(), timeout_secs=60.0)
         config = swaps[0].config if swaps else self._config  # it may have been adopted before the manager
         footprints = [
@@ -325,7 +334,7 @@ class StateManager:
     def _cuts(self) -> list[range]:
         """Batches of all adopted optimizers, as ranges over their parameters one after the other."""
         cuts, end = [], 0
-        for swap in self._swaps():
+        for swap in self.swaps():
             for batch in swap.table.batches:
                 cuts.append(range(end, end + len(batch.params)))
                 end += len(batch.params)

@@ -95,14 +95,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             for key, destination in self.state_dict.items()
             if (problem := self._problem(key, destination, self.metadata)) is not None
         ]
-        problems += [f"{key}: unexpected" for key in self._unexpected(self.metadata)]
+        problems += [f"{key}: unexpected" for key in self.unexpected(self.metadata)]
         if problems:
             msg = (
                 f"The checkpoint does not fit; nothing was read. {len(problems)} entries:{listing(problems)}"
             )
             raise SchemaError(msg) from cause
 
-    def _unexpected(self, metadata: Metadata) -> list[str]:
+    def unexpected(self, metadata: Metadata) -> list[str]:
         """What the checkpoint has under the names that are loaded and the destination does not."""
         if self.allow_partial_load:
             return []

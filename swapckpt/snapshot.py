@@ -12,13 +12,18 @@ from swapckpt._torch import local_of, spec_of, wrap_local
 from swapckpt.fence import Lease
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from torch import Tensor
 
     from swapckpt.memory import HostSegment
     from swapckpt.swap import Swap
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor on the host; of a DTensor, with its placement."""
+    return wrap_local(local_of(tensor).detach().to("cpu", copy=True), spec_of(tensor))
 
 
 class Snapshot:
@@ -34,9 +39,21 @@ class Snapshot:
        segment releases it. ``close`` (or leaving the ``with``) releases everything else.
 
     Reading a tensor of ``state_dict`` after its release gives the values of a later step.
+
+    Args:
+        state_dict: Nested mappings of tensors and values; mirrors among the tensors are leased.
+        swaps: Of the optimizers whose mirrors may be in it.
+        copy_tensor: Makes the copy of a tensor that is no mirror.
     """
 
-    def __init__(self, state_dict: dict[str, object], swaps: Sequence[Swap]) -> None:
+    def __init__(
+        self,
+        state_dict: dict[str, object],
+        swaps: Sequence[Swap],
+        *,
+        copy_tensor: Callable[[Tensor], Tensor] = host_copy,
+    ) -> None:
+        self._copy_tensor = copy_tensor
         self._segments: dict[int, HostSegment] = {}  # by the address of a mirror
         self._unread: dict[HostSegment, set[int]] = {}
         guarded = []
@@ -44,7 +61,8 @@ class Snapshot:
             for batch in swap.table.batches:
                 guarded += [(swap.gate, segment) for segment in batch.segments]
                 for tensor in batch.tensors:
-                    self._segments[tensor.host.data_ptr()] = tensor.segment
+                    if tensor.host.numel():  # an empty one lies nowhere
+                        self._segments[tensor.host.data_ptr()] = tensor.segment
         self._lease = Lease(guarded)
         try:
             self.state_dict: dict[str, object] = {
@@ -61,7 +79,7 @@ class Snapshot:
             if segment is not None:
                 self._unread.setdefault(segment, set()).add(local.data_ptr())
                 return value
-            return wrap_local(local.detach().to("cpu", copy=True), spec_of(value))
+            return self._copy_tensor(value)
         if isinstance(value, dict):
             return {key: self._frozen(each) for key, each in value.items()}
         if isinstance(value, list):

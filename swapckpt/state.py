@@ -174,12 +174,12 @@ def _unswappable(local: Tensor) -> str | None:
         return f"a {type(local).__name__} with rules of its own"
     if not local.is_floating_point() or local.layout != torch.strided:
         return f"not a dense floating-point tensor ({local.dtype}, {local.layout})"
-    if not _is_dense(local) or local.untyped_storage().nbytes() != local.nbytes:
+    if not is_dense(local) or local.untyped_storage().nbytes() != local.nbytes:
         return "not dense, or not the only tensor of its storage"
     return None
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """True when the elements fill one block without gaps or overlaps, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

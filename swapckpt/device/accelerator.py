@@ -113,20 +113,20 @@ class AcceleratorStream:
             raise _reported(self.name, error) from error
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
-        with self._module.stream(self.native):
-            for destination, source in pairs:
-                to_device = destination.device.type != "cpu"
-                # Contiguous equals only: anything else is staged through temporaries by the back ends.
-                try:
+        try:
+            with self._module.stream(self.native):
+                for destination, source in pairs:
+                    to_device = destination.device.type != "cpu"
+                    # Contiguous equals only: anything else is staged through temporaries by the back ends.
                     destination.copy_(source, non_blocking=True)
-                except RuntimeError as error:  # of this copy, or of earlier work
-                    raise _reported(self.name, error) from error
-                count = self._ledger.count_load if to_device else self._ledger.count_offload
-                count(destination.nbytes)
+                    count = self._ledger.count_load if to_device else self._ledger.count_offload
+                    count(destination.nbytes)
+        except RuntimeError as error:  # of a copy, of earlier work, or of going back to the other stream
+            raise _reported(self.name, error) from error
 
     def record(self) -> AcceleratorEvent:
-        native = self._module.Event()
         try:
+            native = self._module.Event()
             native.record(self.native)
         except RuntimeError as error:
             raise _reported(self.name, error) from error

@@ -110,20 +110,21 @@ class SwapStorageReader(StorageReader):
         """Begin another load. (all ranks)"""
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
+            self._checkpoint = None
         self._load_id = str(uuid.uuid4())
-        self._checkpoint = None
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """Open the checkpoint. (all ranks)
+        """Open the checkpoint, unless this reader has done so already. (all ranks)
 
         Raises the errors listed for the class. DCP turns them into an AssertionError that quotes them: who
         wants the error itself calls this first.
         """
         if self._path is None:
             raise CheckpointNotFoundError("Pass a path to SwapStorageReader or checkpoint_id to dcp.load.")
-        parent, name = split_url(self._path)
-        files = self._given_files or open_files(parent, drop_page_cache=self._drop)
-        self._checkpoint = open_checkpoint(files, name, allowed=self._metadata_list)
+        if self._checkpoint is None:
+            parent, name = split_url(self._path)
+            files = self._given_files or open_files(parent, drop_page_cache=self._drop)
+            self._checkpoint = open_checkpoint(files, name, allowed=self._metadata_list)
         metadata = self._checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

@@ -96,6 +96,7 @@ class SwapStorageWriter(StorageWriter):
             a checkpoint that looks complete and is not.
         drop_page_cache: Forget cached pages of what was written. Direct I/O leaves none.
         overwrite: Replace a committed checkpoint of the same name. It stays readable until the new one is.
+            May be changed between saves.
         files: The folder that checkpoints are in, for a store of your own; ``path`` then only names one.
         on_written: Called with each tensor when all its bytes were taken and its memory may change, from a
             writer thread.
@@ -120,11 +121,12 @@ class SwapStorageWriter(StorageWriter):
         self._threads = threads
         self._sync = sync_files
         self._drop = drop_page_cache
-        self._overwrite = overwrite
+        self.overwrite = overwrite
         self._given_files = files
         self._on_written = on_written
         self._path: str | None = None if path is None else os.fspath(path)
         self._opened: tuple[str, Files] | None = None
+        self.written_nbytes = 0  # by this rank, in its last save
         self._attempt: Attempt | None = None  # the coordinator's, until it is committed or abandoned
         self._used: set[str] = set()
         self._kept: _Kept | None = None
@@ -159,7 +161,7 @@ class SwapStorageWriter(StorageWriter):
         files, name = self._target()
         if self._attempt is not None:  # the last save failed after this point
             commit.abandon(files, self._attempt)
-        self._attempt = commit.begin(files, name, overwrite=self._overwrite)
+        self._attempt = commit.begin(files, name, overwrite=self.overwrite)
         return [
             replace(plan, storage_data=WriteTask(self._attempt, rank, self._places_from(rank)))
             for rank, plan in enumerate(plans)
@@ -179,7 +181,7 @@ class SwapStorageWriter(StorageWriter):
             self._kept = _Kept(plan.items, divided(plan.items, threads=self._threads))
         job = WriteJob(files, task.attempt, task.rank, planner=planner, on_written=self._on_written)
         report = self._report(task, self._kept, job.run(self._kept.files))
-        nbytes = sum(file.nbytes for file in report.files)
+        self.written_nbytes = nbytes = sum(file.nbytes for file in report.files)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(f"rank {task.rank}"), nbytes, report)])
         return future

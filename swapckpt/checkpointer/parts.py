@@ -1,0 +1,312 @@
+"""The entries of a checkpoint: what each is saved as, what a load reads into, and what becomes of that."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from swapckpt._torch import local_of
+from swapckpt.checkpointer.values import KEY, PerRank, rank_key
+from swapckpt.errors import ConfigError
+from swapckpt.fqn import named_parameters
+from swapckpt.manager import StateManager
+from swapckpt.snapshot import Snapshot, host_copy
+from swapckpt.storage.items import check_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from swapckpt.checkpointer.staging import Staging
+
+Tree = dict[str, object]
+
+
+class Part(ABC):
+    """One entry of a checkpoint, under its name.
+
+    Call sequence (per rank): a save calls ``live`` or ``captured`` on the training thread. A load calls
+    ``destination``, lets DCP read into what it gets, and calls ``restored`` with it.
+    """
+
+    ranks_agree = False
+    """True where all ranks must save the same plain values: one of them is kept."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def live(self) -> object:
+        """The present content, as aliases: valid until training goes on."""
+
+    @abstractmethod
+    def captured(self, staging: Staging) -> object:
+        """The present content, valid while training goes on. Tensors from ``staging`` are filled later."""
+
+    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object | None:
+        """What a load reads into; None when the checkpoint has nothing for this part that is to be read."""
+        del metadata, allow_partial
+        return self.live()
+
+    @abstractmethod
+    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+        """Take what was read."""
+
+    def is_read(self, key: str) -> bool:
+        """False for keys of the checkpoint below this part's name that a load passes over on purpose."""
+        del key
+        return True
+
+    def release(self) -> None:  # noqa: B027 - most hold nothing
+        """The save that ``captured`` was called for has ended."""
+
+
+class ModulePart(Part):
+    """A module: parameters and persistent buffers by FQN, as ``get_model_state_dict`` has them."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name)
+        self.module = module
+
+    def live(self) -> Tree:
+        return dict(get_model_state_dict(self.module))
+
+    def captured(self, staging: Staging) -> Tree:
+        # Buffers change in the next forward, parameters not before the next step: only they can wait.
+        late = {alias for names in named_parameters(self.module).values() for alias in names}
+        return {
+            key: _copied(value, staging.copy if key in late else host_copy, name=f"{self.name}.{key}")
+            for key, value in self.live().items()
+        }
+
+    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+        del allow_partial  # what the checkpoint does not have was left as it is
+        set_model_state_dict(self.module, loaded)  # type: ignore[arg-type] # what get_model_state_dict gave
+
+
+class ManagerPart(Part):
+    """The optimizers of a state manager: mirrors are leased, the rest is copied."""
+
+    def __init__(self, name: str, manager: StateManager) -> None:
+        super().__init__(name)
+        self.manager = manager
+        self._snapshot: Snapshot | None = None
+
+    def live(self) -> Tree:
+        return self.manager.state_dict()
+
+    def captured(self, staging: Staging) -> Tree:
+        self._snapshot = self.manager.snapshot(copy_tensor=staging.copy)
+        return self._snapshot.state_dict
+
+    def written(self, tensor: Tensor) -> None:
+        """A tensor of the snapshot is needed no more; from any thread."""
+        if self._snapshot is not None:
+            self._snapshot.written(tensor)
+
+    def release(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+    def destination(self, metadata: Metadata, *, allow_partial: bool) -> Tree | None:
+        """In the layout that the checkpoint has, without the parameters that had no state when it was saved.
+
+        Stock torch saves nothing for these. A parameter that is missing because it has another name is
+        found out by what the checkpoint has too much.
+        """
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        saved = {key for key in metadata.state_dict_metadata if key.startswith(f"{self.name}.")}
+        kinds = {str(path[1]) for key in saved if len(path := paths.get(key, ())) > 1}
+        is_flat = bool(kinds) and kinds.isdisjoint({"state", "param_groups"})
+        tree = self.manager.state_dict(flat=is_flat if kinds else None)
+        if allow_partial:
+            return tree
+        created = {key.rpartition(".")[0] for key in saved}
+        if is_flat:
+            return {
+                key: tree[key] for key in tree if not key.startswith("state.") or self._owner(key) in created
+            }
+        state = cast("Tree", tree["state"])
+        return {**tree, "state": {fqn: state[fqn] for fqn in state if f"{self.name}.state.{fqn}" in created}}
+
+    def _owner(self, key: str) -> str:
+        return f"{self.name}.{key}".rpartition(".")[0]
+
+    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+        del allow_partial
+        self.manager.load_state_dict(cast("Tree", loaded), allow_missing=True)
+
+
+class StatefulPart(Part):
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, data loaders, progress."""
+
+    ranks_agree = True
+
+    def __init__(self, name: str, stateful: Stateful) -> None:
+        super().__init__(name)
+        self.stateful = stateful
+
+    def live(self) -> object:
+        return self.stateful.state_dict()
+
+    def captured(self, staging: Staging) -> object:
+        del staging  # nobody says when it changes: it is copied at once
+        return _copied(self.live(), host_copy, name=self.name)
+
+    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
+        del allow_partial
+        return _with_saved_keys(self.name, self.live(), metadata)
+
+    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+        del allow_partial
+        self.stateful.load_state_dict(cast("Tree", loaded))
+
+
+class PerRankPart(StatefulPart):
+    """A value of each rank: ``PerRank`` and ``RngState``."""
+
+    ranks_agree = False
+
+    def __init__(self, name: str, stateful: PerRank[object]) -> None:
+        super().__init__(name, stateful)
+        self._mine = f"{name}.{rank_key()}"
+
+    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object | None:
+        keys = metadata.state_dict_metadata
+        if not any(self.is_read(key) for key in keys if key.startswith(f"{self.name}.")):
+            saved = {key.split(".")[1] for key in keys if key.startswith(f"{self.name}.{KEY}")}
+            if saved or allow_partial:
+                warnings.warn(
+                    f"The checkpoint has {self.name!r} of {len(saved)} ranks and none of {rank_key()}, which "
+                    "keeps what it has.",
+                    stacklevel=2,
+                )
+                return None
+        return super().destination(metadata, allow_partial=allow_partial)
+
+    def is_read(self, key: str) -> bool:
+        return key == self._mine or key.startswith(f"{self._mine}.")
+
+
+class ValuePart(Part):
+    """A plain value, or mappings of plain values and tensors. What is loaded is put back into the mapping of
+    states, and into the value itself where that is a mapping."""
+
+    ranks_agree = True
+
+    def __init__(self, name: str, states: Mapping[str, object]) -> None:
+        super().__init__(name)
+        self._states = states
+
+    def live(self) -> object:
+        return self._states[self.name]
+
+    def captured(self, staging: Staging) -> object:
+        del staging
+        return _copied(self.live(), host_copy, name=self.name)
+
+    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
+        del allow_partial
+        return _with_saved_keys(self.name, self.live(), metadata)
+
+    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+        value = self._states[self.name]
+        if isinstance(value, MutableMapping) and isinstance(loaded, Mapping):
+            if not allow_partial:
+                value.clear()
+            value.update(loaded)
+        elif isinstance(self._states, MutableMapping):
+            self._states[self.name] = loaded
+
+
+def part_for(name: str, states: Mapping[str, object]) -> Part:
+    """The part that saves ``states[name]``.
+
+    Raises:
+        ConfigError: It is an optimizer, or a value of a kind that a checkpoint cannot hold.
+    """
+    value = states[name]
+    if isinstance(value, StateManager):
+        return ManagerPart(name, value)
+    if isinstance(value, Optimizer):
+        raise ConfigError(
+            f"states[{name!r}] is a {type(value).__name__}. Names of parameters come from the model: pass "
+            "swapckpt.StateManager(model, optimizer), with or without a SwapConfig."
+        )
+    if isinstance(value, nn.Module):
+        return ModulePart(name, value)
+    if isinstance(value, PerRank):
+        return PerRankPart(name, value)
+    if isinstance(value, Stateful):
+        return StatefulPart(name, value)
+    return ValuePart(name, states)
+
+
+def recovery_of(parts: Mapping[str, Part]) -> list[AbstractContextManager[None]]:
+    """Failed optimizers may be loaded where their model is loaded with them: parameters are torn too."""
+    modules = {part.module for part in parts.values() if isinstance(part, ModulePart)}
+    return [
+        part.manager.recovery() if part.manager.model in modules else nullcontext()
+        for part in parts.values()
+        if isinstance(part, ManagerPart)
+    ]
+
+
+def _copied(value: object, copy_tensor: Callable[[Tensor], Tensor], *, name: str) -> object:
+    """``value`` with nothing in it that training could change."""
+    if isinstance(value, torch.Tensor):
+        check_storage(local_of(value), name=name)
+        return copy_tensor(value)
+    if isinstance(value, Mapping):
+        return {key: _copied(each, copy_tensor, name=f"{name}.{key}") for key, each in value.items()}
+    if type(value) is list:
+        return [_copied(each, copy_tensor, name=f"{name}.{at}") for at, each in enumerate(value)]
+    if type(value) is tuple:
+        return tuple(_copied(each, copy_tensor, name=f"{name}.{at}") for at, each in enumerate(value))
+    return copy.deepcopy(value)
+
+
+def _with_saved_keys(name: str, live: object, metadata: Metadata) -> object:
+    """``live`` with everything added that the checkpoint has below ``name``: a Stateful decides by itself
+    what it does with keys it did not have before (a scheduler of another version, later counters)."""
+    if not isinstance(live, Mapping):
+        return live
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    tree = _mappings_copied(live)
+    for key, entry in metadata.state_dict_metadata.items():
+        path = paths.get(key)
+        if key.startswith(f"{name}.") and isinstance(path, tuple) and all(type(at) is str for at in path):
+            _add(tree, path[1:], entry)
+    return tree
+
+
+def _mappings_copied(value: Mapping[str, object]) -> Tree:
+    """The same tensors and values in mappings of their own, so that a load that fails changes none."""
+    return {key: _mappings_copied(each) if isinstance(each, Mapping) else each for key, each in value.items()}
+
+
+def _add(tree: Tree, path: tuple[str, ...], entry: object) -> None:
+    for at in path[:-1]:
+        below = tree.setdefault(at, {})
+        if not isinstance(below, dict):
+            return  # a value now, a mapping then: the planner says so
+        tree = below
+    if path[-1] in tree:
+        return
+    if isinstance(entry, TensorStorageMetadata):
+        tree[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    else:
+        tree[path[-1]] = None

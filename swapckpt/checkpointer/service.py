@@ -1,0 +1,384 @@
+"""``Checkpointer``: when a job's state is saved, where, and from which checkpoint it goes on.
+
+[Note: threads] ``save`` captures on the training thread and leaves the rest to one background thread, which
+talks to those of other ranks over a group of its own. One save is under way at a time. What the next step
+must not change yet is fenced: mirrors by their leases, parameters by a hook in front of the optimizers'
+steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from swapckpt.checkpointer.handle import SaveHandle, SaveStats
+from swapckpt.checkpointer.loading import Loader
+from swapckpt.checkpointer.parts import ManagerPart, ModulePart, part_for
+from swapckpt.checkpointer.planners import RankSavePlanner
+from swapckpt.checkpointer.ranks import Ranks, unwrapped
+from swapckpt.checkpointer.retention import retire
+from swapckpt.checkpointer.staging import Staging
+from swapckpt.config import AsyncMode, CheckpointConfig, require_bool, require_instance, require_int
+from swapckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    SaveInProgressError,
+    SwapCkptError,
+    TransferError,
+)
+from swapckpt.storage import SwapStorageWriter, committed_steps, open_files
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import BuiltinFunctionType, FunctionType, TracebackType
+
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+    from swapckpt.checkpointer.parts import Part
+
+logger = logging.getLogger(__name__)
+
+# Said by DCP at every call without a process group, which is a supported way to use it.
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
+)
+
+
+class Checkpointer:
+    """Saves and loads everything a job needs to go on, in one folder of checkpoints named ``step-<n>``.
+
+    A checkpoint is visible when it is complete and durable on all ranks, or not at all; it has the format of
+    stock DCP. Use it as a context manager, or call ``close``.
+
+    Call sequence (all ranks make each call, in the same order): 1. ``load``, once; 2. ``save`` between steps;
+    3. ``close``. ``steps`` may be called by any rank alone.
+
+    Args:
+        folder: Path or URL (``s3://bucket/run``) that all ranks see.
+        states: What to save by its name: modules, state managers, anything with ``state_dict`` and
+            ``load_state_dict``, ``PerRank`` and ``RngState`` for what each rank has its own of, and plain
+            values (the mapping is updated by a load).
+        config: How; default ``CheckpointConfig()``.
+        process_group: The ranks that save together; default all. They get a gloo group of their own.
+        allowed_globals: Classes and functions that values in a checkpoint may name, beyond those of Python
+            and torch that run no code.
+
+    Raises:
+        ConfigError: A state cannot be saved, or a setting does not fit.
+        StorageError: Nothing installed speaks the folder's protocol.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        states: Mapping[str, object],
+        config: CheckpointConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        allowed_globals: Sequence[type | FunctionType | BuiltinFunctionType] = (),
+    ) -> None:
+        self.config = config if config is not None else CheckpointConfig()
+        require_instance("config", self.config, CheckpointConfig)
+        self.folder = os.fspath(folder).rstrip("/") or "/"
+        self._parts = _parts(states)
+        self._files = open_files(
+            self.folder,
+            sync=self.config.sync_files,
+            drop_page_cache=self.config.drop_page_cache_after_save,
+        )
+        self._staging = Staging(timeout_secs=self.config.timeout_secs)
+        self._planner = RankSavePlanner(self._parts)
+        self._writer = SwapStorageWriter(
+            files=self._files, threads=self.config.threads, on_written=self._written
+        )
+        self._managers = [part for part in self._parts.values() if isinstance(part, ManagerPart)]
+        self._fences: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(lambda *_: self._staging.fence())
+            for part in self._managers
+            for optimizer in part.manager.optimizers.values()
+        ]
+        self._handle: SaveHandle | None = None
+        self._is_closed = False
+        self._ranks = Ranks(process_group, timeout_secs=self.config.timeout_secs)
+        self._loader = Loader(
+            self._files,
+            self.folder,
+            self._parts,
+            ranks=self._ranks,
+            config=self.config,
+            allowed_globals=allowed_globals,
+        )
+
+    # ------------------------------------------------------------------------------------------ saving
+
+    def save(self, step: int, *, overwrite: bool = False) -> SaveHandle:
+        """Save the present state as ``step-<step>``. (all ranks)
+
+        Returns when nothing that happens to the state from now on can reach the checkpoint; with
+        ``async_mode="disabled"``, when it is committed. A save that is still under way is waited for first
+        (or refused, see ``CheckpointConfig.on_busy``).
+
+        Args:
+            step: The step that this state belongs to (>= 0).
+            overwrite: Replace a committed checkpoint of this step, which stays readable until then.
+
+        Raises:
+            SaveInProgressError: ``on_busy="raise"``, and the save before is not done.
+            CheckpointExistsError: The step is committed already (from the handle, unless ``disabled``).
+            StateFailedError: A step failed midway: there is no state to save.
+            CheckpointError: An earlier save failed and nobody has asked for its result. This one was not
+                begun.
+        """
+        require_int("step", step, minimum=0)
+        require_bool("overwrite", overwrite)
+        self._require_open("save")
+        begin = time.perf_counter()
+        self._await_last(on_busy=self.config.on_busy)
+        is_async = self.config.async_mode is not AsyncMode.DISABLED
+        state_dict: dict[str, object] = {}
+        error: BaseException | None = None
+        try:
+            state_dict = self._captured() if is_async else self._live()
+        except BaseException as caught:  # noqa: BLE001 - raised on all ranks, by the work
+            error = caught
+        handle = SaveHandle(step)
+        work = partial(self._work, step, state_dict, error=error, overwrite=overwrite)
+        if is_async and error is None:
+            self._handle = handle
+            threading.Thread(target=handle.run, args=(work,), name=f"swapckpt-save-{step}").start()
+        else:
+            handle.run(work)
+        handle.stalled_secs = time.perf_counter() - begin
+        if handle is not self._handle:
+            handle.result()
+        return handle
+
+    def _live(self) -> dict[str, object]:
+        return {name: part.live() for name, part in self._ordered()}
+
+    def _captured(self) -> dict[str, object]:
+        try:
+            state_dict = {name: part.captured(self._staging) for name, part in self._ordered()}
+            self._staging.start()
+        except BaseException:
+            self._release()
+            raise
+        if not self._is_fenced():
+            self._staging.fence()
+        return state_dict
+
+    def _ordered(self) -> list[tuple[str, Part]]:
+        """Managers first: the next step needs their mirrors back first."""
+        return sorted(self._parts.items(), key=lambda item: not isinstance(item[1], ManagerPart))
+
+    def _is_fenced(self) -> bool:
+        """True when all parameters are changed by steps that this checkpointer has a hook on."""
+        stepped = {
+            param
+            for part in self._managers
+            for optimizer in part.manager.optimizers.values()
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        modules = [part.module for part in self._parts.values() if isinstance(part, ModulePart)]
+        return all(
+            param in stepped or not param.requires_grad for module in modules for param in module.parameters()
+        )
+
+    def _release(self) -> None:
+        for part in self._parts.values():
+            part.release()
+
+    def _written(self, tensor: Tensor) -> None:
+        for part in self._managers:
+            part.written(tensor)
+
+    def _work(
+        self,
+        step: int,
+        state_dict: dict[str, object],
+        *,
+        error: BaseException | None,
+        overwrite: bool,
+    ) -> SaveStats:
+        """Everything of a save behind the capture. (all ranks, on the thread of the save)"""
+        what, begin = f"Saving step {step}", time.perf_counter()
+        try:
+            if error is None:
+                error = self._staging_error()
+            self._ranks.agree(what, (step, overwrite), error=error)
+            staged_secs = time.perf_counter() - begin
+            self._write(step, state_dict, overwrite=overwrite, what=what)
+        finally:
+            self._release()
+        if self._ranks.is_coordinator:
+            retire(self._files, self.config)
+        if self.config.empty_cache_after_save and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        write_secs = time.perf_counter() - begin - staged_secs
+        return SaveStats(step, self._writer.written_nbytes, staged_secs, write_secs)
+
+    def _staging_error(self) -> BaseException | None:
+        try:
+            self._staging.synchronize()
+        except TransferError as error:
+            return error
+        return None
+
+    def _write(self, step: int, state_dict: dict[str, object], *, overwrite: bool, what: str) -> None:
+        self._writer.overwrite = overwrite
+        try:
+            dcp.save(
+                state_dict,
+                checkpoint_id=f"{self.folder}/step-{step}",
+                storage_writer=self._writer,
+                planner=self._planner,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
+            )
+        except CheckpointException as failure:
+            raise unwrapped(failure, what=what) from failure
+        except RuntimeError as lost:
+            if isinstance(lost, SwapCkptError):
+                raise
+            raise self._ranks.lost(what, lost) from lost
+
+    # ------------------------------------------------------------------------------------------ waiting
+
+    def wait(self) -> None:
+        """Wait until the save that is under way is committed. Raises its failure."""
+        self._await_last(on_busy="wait")
+
+    def _await_last(self, *, on_busy: str) -> None:
+        handle = self._handle
+        if handle is None:
+            return
+        if on_busy == "raise" and not handle.done():
+            raise SaveInProgressError(
+                f"Step {handle.step} is still being saved. Wait for it, or use on_busy='wait'."
+            )
+        handle.settle()
+        self._handle = None
+        handle.raise_if_unread()
+
+    def steps(self) -> list[int]:
+        """Steps that are committed in the folder, ascending. No communication."""
+        return committed_steps(self._files)
+
+    def close(self) -> None:
+        """Wait for the save that is under way, leave the other ranks, and let go of the optimizers. (all
+        ranks) Raises the failure of that save. Closing twice does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            for fence in self._fences:
+                fence.remove()
+            self._ranks.close()
+
+    def _require_open(self, action: str) -> None:
+        if self._is_closed:
+            raise ConfigError(f"Cannot {action}: this Checkpointer is closed. Make a new one.")
+
+    def __enter__(self) -> Checkpointer:  # noqa: PYI034 - typing.Self is not in Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:  # the error inside is the one to see
+            self.close()
+        except Exception:
+            logger.exception("Closing the checkpointer after an error failed too.")
+
+    # ------------------------------------------------------------------------------------------ loading
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        allow_partial: bool = False,
+        allow_cast: bool = False,
+        fallback: bool = False,
+    ) -> int | None:
+        """Load a checkpoint into all states. (all ranks)
+
+        Compares it with the states first, and says everything that does not fit; then reads in place.
+        An optimizer whose step failed is sound again when its model is loaded with it.
+
+        Args:
+            step: Which one; None for the newest that is committed.
+            allow_partial: Leave what the checkpoint does not have as it is, and what it has more unread.
+            allow_cast: Convert values where a dtype differs.
+            fallback: When the newest checkpoint is damaged, load the next older one, whole.
+
+        Returns:
+            The step, or None when no checkpoint is committed (and ``step`` is None).
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of ``step``.
+            SchemaError: It does not fit. Nothing was changed.
+            CorruptCheckpointError: It is damaged. What it was read into is torn: load another one.
+            UnsafePickleError: It asks for code.
+        """
+        self._require_open("load")
+        self.wait()
+        self._staging.fence()
+        found: list[int] = []
+        error: BaseException | None = None
+        if self._ranks.is_coordinator:
+            try:
+                found = self.steps()
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks
+                error = caught
+        found = self._ranks.from_coordinator("Listing checkpoints", found, error=error)
+        if step is not None:
+            require_int("step", step, minimum=0)
+            if step not in found:
+                there = f"steps {', '.join(map(str, found))}" if found else "no checkpoint"
+                raise CheckpointNotFoundError(
+                    f"No checkpoint of step {step} in {self.folder}; it has {there}."
+                )
+            found = [each for each in found if each <= step]
+        while found:
+            newest = found.pop()
+            try:
+                self._loader.load(newest, allow_partial=allow_partial, allow_cast=allow_cast)
+            except CorruptCheckpointError as damage:
+                if not (fallback and found):
+                    raise
+                logger.warning("Step %d is damaged, step %d is loaded: %s", newest, found[-1], damage)
+                continue
+            return newest
+        return None
+
+
+def _parts(states: Mapping[str, object]) -> dict[str, Part]:
+    """One part for each state.
+
+    Raises:
+        ConfigError: ``states`` is no mapping of names to values, or a value cannot be saved.
+    """
+    require_instance("states", states, Mapping)
+    wrong = [name for name in states if not name or "." in name]
+    if wrong:
+        raise ConfigError(f"Names of states must be strings without dots, got {wrong!r}.")
+    return {name: part_for(name, states) for name in states}

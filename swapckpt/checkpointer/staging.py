@@ -1,0 +1,137 @@
+"""Host copies of what training is about to change: parameters, and state that is not swapped.
+
+Mirrors are leased and need no copy. Everything else in an asynchronous save is copied: what is small at once,
+the rest on a copy stream while training goes on. The copy is ordered behind the compute stream, and what
+changes the sources is ordered behind the copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from swapckpt._torch import local_of, spec_of, wrap_local
+from swapckpt.device import device_for
+from swapckpt.memory import HostArena
+from swapckpt.plan import lay_out
+from swapckpt.state import byte_view, is_dense, tensor_spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swapckpt.device import CopyPair, Event
+    from swapckpt.memory import HostSegment
+    from swapckpt.plan import TensorSpec
+
+SMALL_NBYTES = 64 << 10
+"""Host tensors below this are copied at once: that takes less than asking a thread to do it."""
+
+
+class Staging:
+    """Copies for one save after the other, in host memory that is kept and used again.
+
+    Call sequence (per rank, for each save):
+
+    1. training thread: ``copy(tensor)`` for each tensor, in the same order every time;
+    2. training thread: ``start()``, which returns at once;
+    3. training thread: ``fence()`` before anything changes a source;
+    4. any thread: ``synchronize()`` before anything reads a copy;
+    5. training thread: ``copy`` again, for the next save, when nothing reads the copies any more.
+
+    Args:
+        timeout_secs: Bound of the waits.
+    """
+
+    def __init__(self, *, timeout_secs: float) -> None:
+        self._timeout_secs = timeout_secs
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A host tensor that will hold what ``tensor`` holds now, as soon as :meth:`synchronize` returns."""
+        local = local_of(tensor.detach())
+        is_small = local.device.type == "cpu" and local.nbytes < SMALL_NBYTES
+        if is_small or not _is_plain(local):
+            return wrap_local(local.to("cpu", copy=True), spec_of(tensor))
+        if local.device not in self._lanes:
+            self._lanes[local.device] = _Lane(local.device, timeout_secs=self._timeout_secs)
+        return wrap_local(self._lanes[local.device].copy(local), spec_of(tensor))
+
+    def start(self) -> None:
+        """Submit the copies, behind what the compute stream has been given so far."""
+        for lane in self._lanes.values():
+            lane.start()
+
+    def fence(self) -> None:
+        """Order what the compute stream is given from now on behind the copies."""
+        for lane in self._lanes.values():
+            lane.fence()
+
+    def synchronize(self) -> None:
+        """Wait until the copies are there.
+
+        Raises:
+            TransferError: A copy failed or did not come to an end in time.
+        """
+        for lane in self._lanes.values():
+            lane.synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes held for copies."""
+        return sum(lane.nbytes for lane in self._lanes.values())
+
+
+class _Lane:
+    """The copies from one device."""
+
+    def __init__(self, device: torch.device, *, timeout_secs: float) -> None:
+        self._device = device_for(device, timeout_secs=timeout_secs)
+        self._timeout_secs = timeout_secs
+        self._arena = HostArena(self._device)
+        self._kept: list[tuple[TensorSpec, HostSegment]] = []
+        self._pairs: list[CopyPair] = []
+        self._done: Event | None = None
+
+    def copy(self, local: Tensor) -> Tensor:
+        spec, index = tensor_spec(local), len(self._pairs)
+        if index == len(self._kept) or self._kept[index][0] != spec:
+            # What was kept for another order is of no use: all of it goes, so that memory is held once.
+            del self._kept[index:]
+            self._kept.append((spec, self._arena.allocate(lay_out([spec.nbytes]))))
+        segment = self._kept[index][1]
+        (region,) = segment.layout.regions
+        self._pairs.append((segment.bytes(region), byte_view(local)))
+        return segment.mirror(region, spec)
+
+    def start(self) -> None:
+        del self._kept[len(self._pairs) :]
+        pairs, self._pairs = self._pairs, []
+        stream = self._device.offload
+        stream.wait(self._device.compute().record())
+        stream.copy(pairs)
+        self._done = stream.record()
+
+    def fence(self) -> None:
+        if self._done is not None:
+            self._device.compute().wait(self._done)
+
+    def synchronize(self) -> None:
+        if self._done is not None:
+            self._done.synchronize(self._timeout_secs)
+
+    @property
+    def nbytes(self) -> int:
+        return self._device.ledger.host_nbytes
+
+
+def _is_plain(local: Tensor) -> bool:
+    """True when the bytes of a tensor are all there is to it."""
+    return (
+        local.layout is torch.strided
+        and local.numel() > 0
+        and type(local) in (torch.Tensor, torch.nn.Parameter)
+        and is_dense(local)
+        and not local.is_conj()
+        and not local.is_neg()
+    )
