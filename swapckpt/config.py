@@ -65,6 +65,9 @@ class SwapConfig:
             device memory. False keeps them allocated: a little faster, ``staging_buffers`` batches held.
         spare_nbytes: Host memory that offloads may be redirected into while a snapshot reads the mirrors
             (>= 0 bytes; None: twice the largest batch). 0 makes every such offload wait for the reader.
+        master_weights: Keep an fp32 master of every bf16 or fp16 parameter, swapped with the other state.
+            The optimizer steps the masters, with gradients cast to fp32, and the parameters get the rounded
+            result. They are saved and loaded under the state key ``master``.
         timeout_secs: Bound of every wait (> 0): for a copy (then
             :class:`~swapckpt.errors.TransferTimeoutError`) and for the reader of a snapshot (then
             :class:`~swapckpt.errors.LeaseTimeoutError`).
@@ -80,6 +83,7 @@ class SwapConfig:
     staging_buffers: int = 3
     release_staging: bool = True
     spare_nbytes: int | None = None
+    master_weights: bool = False
     timeout_secs: float = 600.0
 
     def __post_init__(self) -> None:
@@ -90,6 +94,7 @@ class SwapConfig:
             require_int("spare_nbytes", self.spare_nbytes, minimum=0)
         require_bool("packed", self.packed)
         require_bool("release_staging", self.release_staging)
+        require_bool("master_weights", self.master_weights)
         require_positive("timeout_secs", self.timeout_secs)
         self._validate_state_keys()
 

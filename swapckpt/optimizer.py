@@ -22,8 +22,10 @@ from swapckpt.device import device_for
 from swapckpt.errors import (
     AdoptionError,
     ConfigError,
+    listing,
 )
 from swapckpt.layouts import Incoming
+from swapckpt.precision import is_low_precision
 from swapckpt.statedict import SwappedState
 from swapckpt.swap import Swap, load_into
 from swapckpt.template import describe
@@ -199,8 +201,9 @@ def swap_optimizer(
         The same object.
 
     Raises:
-        AdoptionError: The optimizer is adopted already, its parameters are spread over devices, or its
-            ``step`` is wrapped in a way that would bypass swapping. It is left unchanged.
+        AdoptionError: The optimizer is adopted already, its parameters are spread over devices, its ``step``
+            is wrapped in a way that would bypass swapping, or masters are wanted where there is
+            low-precision state. It is left unchanged.
         UnsupportedOptimizerError: The optimizer cannot be stepped in batches.
         ConfigError: ``state_keys`` names a key that the optimizer does not create.
     """
@@ -215,6 +218,8 @@ def swap_optimizer(
         _check_state_keys(optimizer, swap)
     scheduled = "step" in optimizer.__dict__
     swap.sync_params(optimizer)
+    if config.master_weights:
+        _refuse_low_precision_state(optimizer, swap)
     swap.offload_existing(optimizer)
     optimizer.__class__ = _swapped_class(type(optimizer))
     assert isinstance(optimizer, SwapMixin)
@@ -275,7 +280,8 @@ def _check_state_keys(optimizer: Optimizer, swap: Swap) -> None:
         (index, param) for index, group in enumerate(optimizer.param_groups) for param in group["params"]
     ]
     existing = {key for values in optimizer.state.values() for key in values}
-    described = describe(optimizer, swap.original_step, params) if not existing else {}
+    masters = swap.config.master_weights
+    described = {} if existing else describe(optimizer, swap.original_step, params, master_weights=masters)
     known = existing | {key for templates in described.values() for key in templates}
     unknown = sorted(set(swap.config.state_keys or ()) - known)
     if unknown:
@@ -284,6 +290,23 @@ def _check_state_keys(optimizer: Optimizer, swap: Swap) -> None:
             f"settings. It creates {sorted(known)}."
         )
         raise ConfigError(msg)
+
+
+def _refuse_low_precision_state(optimizer: Optimizer, swap: Swap) -> None:
+    """A master cannot be stepped with state that was made for the parameter it stands for."""
+    offenders = [
+        f"{entry.name}.{key}: {value.dtype}"
+        for entry in swap.table.entries.values()
+        for key, value in optimizer.state.get(entry.param, {}).items()
+        if entry.has_master and isinstance(value, torch.Tensor) and value.dim() > 0
+        if is_low_precision(value)
+    ]
+    if offenders:
+        msg = (
+            "master_weights=True needs fp32 state, but this optimizer has stepped its low-precision "
+            f"parameters already. Adopt it before its first step, or load fp32 state.{listing(offenders)}"
+        )
+        raise AdoptionError(msg)
 
 
 def _probe(optimizer: Optimizer) -> None:

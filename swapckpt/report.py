@@ -11,6 +11,7 @@ import torch
 
 from swapckpt.memory import HostArena
 from swapckpt.plan import Op, OpKind, StepPlan, align_up, lay_out, partition
+from swapckpt.precision import MASTER_DTYPE, is_low_precision
 from swapckpt.state import ineligibility
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ParamFootprint:
     nbytes: int  # of the parameter's own local shard: what batches are balanced by
     swapped_nbytes: int
     resident: tuple[tuple[str, int], ...] = ()  # (reason, bytes)
+    master_grad_nbytes: int = 0  # of its gradient as fp32, while its master is stepped
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,17 @@ class SwapReport:
     gbps: float
     step_secs: float
     resident: tuple[tuple[str, int, int], ...]  # (reason, number of tensors, bytes)
+    master_grads_peak_nbytes: int = 0  # fp32 gradients of a batch whose masters are stepped
 
     def __str__(self) -> str:
         lines = [
             f"device memory freed        {format_nbytes(self.device_freed_nbytes)}",
             f"staging peak in a step     {format_nbytes(self.staging_peak_nbytes)}",
+            *(
+                [f"fp32 gradients in a step   {format_nbytes(self.master_grads_peak_nbytes)}"]
+                if self.master_grads_peak_nbytes
+                else []
+            ),
             f"host memory for mirrors    {format_nbytes(self.host_nbytes)}",
             f"batches                    {self.num_batches}",
             f"largest batch              {format_nbytes(self.largest_batch_nbytes)}",
@@ -92,7 +100,9 @@ def footprint(
             swapped += align_up(spec.nbytes)
         else:
             resident.append((reason, spec.nbytes))
-    return ParamFootprint(name, param.nbytes, swapped, tuple(resident))
+    has_master = config.master_weights and is_low_precision(param)
+    grad_nbytes = param.numel() * MASTER_DTYPE.itemsize if has_master else 0
+    return ParamFootprint(name, param.nbytes, swapped, tuple(resident), grad_nbytes)
 
 
 def build_report(
@@ -101,6 +111,7 @@ def build_report(
     """Figures for one rank. ``cuts`` are the batches of an adopted optimizer; default those it would get."""
     cuts = cuts or partition([each.nbytes for each in footprints], config.swap_times)
     batches = [sum(each.swapped_nbytes for each in footprints[cut.start : cut.stop]) for cut in cuts]
+    grads = [sum(each.master_grad_nbytes for each in footprints[cut.start : cut.stop]) for cut in cuts]
     largest = max(footprints, key=lambda each: each.swapped_nbytes, default=ParamFootprint("none", 0, 0))
     resident: dict[str, list[int]] = defaultdict(list)
     for each in footprints:
@@ -120,6 +131,7 @@ def build_report(
         largest_param_nbytes=largest.swapped_nbytes,
         gbps=gbps,
         step_secs=StepPlan(len(batches), config.staging_buffers).makespan_secs(duration_secs),
+        master_grads_peak_nbytes=max(grads, default=0),
         resident=tuple((reason, len(sizes), sum(sizes)) for reason, sizes in sorted(resident.items())),
     )
 

@@ -22,6 +22,7 @@ import torch
 
 from swapckpt._torch import DTensorSpec, local_of, spec_of, wrap_local
 from swapckpt.plan import Region, StateId, TensorSpec, align_up, coalesce, lay_out
+from swapckpt.precision import MASTER, is_low_precision
 from swapckpt.shadow import Shadow
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class ParamState:
     param: Tensor
     group: int
     batch: int
+    has_master: bool = False  # the optimizer steps an fp32 copy in its place
     tensors: dict[str, StateTensor] = field(default_factory=dict)
     pending: dict[str, StateTensor] = field(default_factory=dict)  # reserved mirrors of state not created yet
     parked: set[str] = field(
@@ -149,14 +151,18 @@ class Batch:
 
         Swapped state alone would not tell: a parameter that is too small for it never has any.
         """
-        return any(not entry.tensors and not state.get(entry.param) for entry in self.active)
+        return any(
+            (not entry.tensors and not state.get(entry.param))
+            or (entry.has_master and MASTER not in state[entry.param])
+            for entry in self.active
+        )
 
 
 def ineligibility(tensor: object, *, key: str, config: SwapConfig, device: torch.device) -> str | None:
     """Why a state value stays where torch put it; None when it is swapped."""
     if not isinstance(tensor, torch.Tensor):
         return "not a tensor"
-    if config.state_keys is not None and key not in config.state_keys:
+    if config.state_keys is not None and key not in (*config.state_keys, MASTER):
         return "not in state_keys"
     local = local_of(tensor)
     if tensor.dim() == 0 and device.type not in ("cpu", "meta"):
@@ -235,7 +241,8 @@ class StateTable:
         for cut in cuts:
             batch = Batch(len(self.batches), [], Shadow(self._arena))
             for name, param, group in params[cut.start : cut.stop]:
-                entry = ParamState(name, param, group, batch.index)
+                has_master = self._config.master_weights and is_low_precision(param)
+                entry = ParamState(name, param, group, batch.index, has_master)
                 self.entries[param] = entry
                 batch.params.append(entry)
             self.batches.append(batch)

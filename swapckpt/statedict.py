@@ -1,14 +1,8 @@
-"""Optimizer state as a state dict: exported as aliases, checked against what the optimizer expects, restored.
-
-[Note: not created] State that has never been created is not zero: the next step of SGD with dampening, NAdam,
-Rprop, Adagrad or ASGD starts differently from absent state than from zeros. A state dict still needs a tensor
-for it, since DCP reads only into what the destination offers. Such a template is filled with *negative zero*:
-numerically zero to every other reader, and a mark that survives resharding, both layouts and ``torch.save``.
-A parameter whose floating-point state is all negative zero is restored as absent.
-"""
+"""Optimizer state as a state dict: exported as aliases, checked against what is expected, restored."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -16,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_of, wrap_local
+from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_for, spec_of, wrap_local
+from swapckpt.absence import is_not_created, mark_not_created
 from swapckpt.errors import UnsupportedOptimizerError
 from swapckpt.plan import StateId
+from swapckpt.precision import MASTER, MASTER_DTYPE, is_low_precision
 from swapckpt.state import ineligibility, tensor_spec
-from swapckpt.template import describe, home_device
+from swapckpt.template import describe, home_device, master_template
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,6 +28,7 @@ if TYPE_CHECKING:
     from swapckpt.fence import Gate
     from swapckpt.plan import TensorSpec
     from swapckpt.state import ParamState, StateTable
+    from swapckpt.template import StateTemplate
 
 Values = dict[str, object]
 """State of one parameter by key."""
@@ -41,26 +38,6 @@ Wanted = tuple["Tensor", str, "TensorSpec", "DTensorSpec | None"]
 
 Homes = dict[int, tuple["Tensor", str, tuple[int, ...]]]
 """By address: the parameter and key whose state lies there, and with which strides."""
-
-_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def mark_not_created(local: Tensor) -> None:
-    """Fill with negative zero (see [Note: not created])."""
-    local.fill_(-0.0 if local.is_floating_point() else 0)
-
-
-def is_marked(local: Tensor) -> bool:
-    """True when every element is negative zero. Looks at one element unless that one is."""
-    integer = _INT_OF_SIZE[local.element_size()]
-    bits, sign_only = local.view(integer), torch.iinfo(integer).min
-    return bool(bits[(0,) * bits.dim()] == sign_only) and bool((bits == sign_only).all())
-
-
-def _not_created(values: Values) -> bool:
-    locals_ = [local_of(value) for value in values.values() if isinstance(value, torch.Tensor)]
-    marked = [is_marked(local) for local in locals_ if local.is_floating_point() and local.numel()]
-    return bool(marked) and all(marked)
 
 
 class StateView(ABC):
@@ -74,12 +51,18 @@ class StateView(ABC):
     """
 
     def __init__(
-        self, optimizer: Optimizer, step: StepFunction, names: dict[Tensor, tuple[str, ...]]
+        self,
+        optimizer: Optimizer,
+        step: StepFunction,
+        names: dict[Tensor, tuple[str, ...]],
+        *,
+        master_weights: bool = False,
     ) -> None:
         # Weak: an adopted optimizer owns its view, and a cycle would keep its host memory until a collection.
         self._optimizer = weakref.ref(optimizer)
         self.names = names
         self._step = step
+        self._master_weights = master_weights
         self._templates: dict[Tensor, Values] = {}
 
     @property
@@ -118,7 +101,7 @@ class StateView(ABC):
         self._templates = {new_of.get(param, param): each for param, each in self._templates.items()}
 
     def values(self, param: Tensor) -> Values:
-        """State of ``param`` by key: the live tensors themselves, or a template (see [Note: not created])."""
+        """State of ``param`` by key: the live tensors themselves, or a template (see absence.py)."""
         live: Values | None = self.optimizer.state.get(param)
         if live or not param.requires_grad:  # like stock, which gives a frozen parameter no fresh state
             return live or {}
@@ -148,7 +131,7 @@ class StateView(ABC):
         ]
         if not missing:
             return
-        described = describe(self.optimizer, self._step, missing)
+        described = describe(self.optimizer, self._step, missing, master_weights=self._master_weights)
         wanted = [
             (param, key, template.spec, template.placement)
             for param, templates in described.items()
@@ -175,10 +158,17 @@ class StateView(ABC):
             live = self._templates.get(param)
             if live is None:
                 return None
-        return {
+        forms = {
             key: (tensor_spec(local_of(value)), spec_of(value)) if isinstance(value, torch.Tensor) else None
             for key, value in live.items()
         }
+        if self._has_master(param) and MASTER not in forms:
+            template = master_template(param)
+            forms[MASTER] = (template.spec, template.placement) if template.spec is not None else None
+        return forms
+
+    def _has_master(self, param: Tensor) -> bool:
+        return self._master_weights and is_low_precision(param)
 
     # ------------------------------------------------------------------ checking and restoring
 
@@ -215,7 +205,8 @@ class StateView(ABC):
         name = self.name(param)
         for key in expected.keys() | values.keys():
             if key not in values:
-                yield f"{name}.{key}: missing"
+                if key != MASTER:  # a restore starts it from the parameter
+                    yield f"{name}.{key}: missing"
             elif key not in expected:
                 yield f"{name}.{key}: unexpected, the optimizer has {sorted(expected)}"
             else:
@@ -231,7 +222,7 @@ class StateView(ABC):
         copied.
         """
         homes = self._homes()
-        created = {param: values for param, values in incoming.items() if not _not_created(values)}
+        created = {param: values for param, values in incoming.items() if not is_not_created(values)}
         for _, param in self.params():
             if param not in created:
                 self._unbind(param)
@@ -309,7 +300,7 @@ class SwappedState(StateView):
         config: SwapConfig,
         gate: Gate,
     ) -> None:
-        super().__init__(optimizer, step, names)
+        super().__init__(optimizer, step, names, master_weights=config.master_weights)
         self._table, self._config, self.gate = table, config, gate
         self.templates_bound = False
 
@@ -394,8 +385,47 @@ class SwappedState(StateView):
                 shown[key] = mirror
         return shown
 
+    def restore(self, incoming: Mapping[Tensor, Values]) -> None:
+        """As the base class; masters that ``incoming`` does not have start from the parameters."""
+        if not self._master_weights:
+            super().restore(incoming)
+            return
+        lacking: dict[Tensor, Values] = {}
+        given: dict[Tensor, Values] = {}
+        for param, values in incoming.items():
+            given[param] = values
+            if self._has_master(param) and values and not is_not_created(values):
+                master = values.get(MASTER)
+                if not isinstance(master, torch.Tensor) or is_not_created({MASTER: master}):
+                    given[param] = {key: value for key, value in values.items() if key != MASTER}
+                    lacking[param] = {MASTER: _meta(master_template(param))}
+        super().restore(given)
+        if lacking:
+            self._start_masters(lacking)
+
+    def _start_masters(self, lacking: Mapping[Tensor, Values]) -> None:
+        first, *_ = names = sorted(map(self.name, lacking))
+        msg = (
+            f"What is loaded has no fp32 masters for {len(names)} parameters ({first}, ...): they start from "
+            "the parameters, as after the first step of a new run."
+        )
+        warnings.warn(msg, stacklevel=2)
+        self._reserve_missing(lacking)
+        for param in lacking:
+            entry = self._table.entries[param]
+            tensor = entry.tensors.get(MASTER)
+            if tensor is None:
+                local = local_of(param.detach()).to("cpu", MASTER_DTYPE, copy=True)
+                value = wrap_local(local, spec_for(param, MASTER_DTYPE))
+                self.optimizer.state[param][MASTER] = self._small(entry, MASTER, live=None, value=value)
+                continue
+            self._pass_gate(entry)
+            tensor.host.copy_(local_of(param.detach()))
+            self.optimizer.state[param][MASTER] = tensor.mirror
+
     def _release_other_keys(self, entry: ParamState, values: Values) -> None:
-        for key in [key for key in entry.tensors if key not in values]:
+        kept = {*values, MASTER} if entry.has_master else values.keys()  # a master is only started again
+        for key in [key for key in entry.tensors if key not in kept]:
             self._table.forget(entry, key)
 
     def _reserve_missing(self, incoming: Mapping[Tensor, Values]) -> None:
@@ -495,6 +525,11 @@ class SwappedState(StateView):
         if self.templates_bound:
             self.templates_bound = False
             self.restore(dict(self.optimizer.state))
+
+
+def _meta(template: StateTemplate) -> Tensor:
+    assert template.spec is not None
+    return _empty(template.spec, template.placement, torch.device("meta"))
 
 
 def _empty(spec: TensorSpec, placement: DTensorSpec | None, device: torch.device) -> Tensor:

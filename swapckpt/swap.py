@@ -13,6 +13,7 @@ import torch
 from swapckpt._torch import called_by_fake_step, disable_dynamo, local_of, without_step_hooks
 from swapckpt.errors import AdoptionError, GradientError, PhaseError, StateFailedError, StepError, listing
 from swapckpt.fence import Gate, LeasingGate
+from swapckpt.masters import masters_of
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
 from swapckpt.plan import partition
@@ -249,7 +250,15 @@ class Swap:
             with without_step_hooks(optimizer), BatchedUpdate(optimizer, self.original_step) as update:
 
                 def step_batch(batch: Batch) -> None:
-                    update.run(self._subsets[batch.index])
+                    subset = self._subsets[batch.index]
+                    if not self.config.master_weights:
+                        update.run(subset)
+                        return
+                    with masters_of(batch, optimizer.state, self.device) as masters:
+                        update.run(
+                            (group, [masters.get(param, param) for param in params])
+                            for group, params in subset
+                        )
 
                 self.pipeline.run(optimizer.state, step_batch)
         except BaseException as error:

@@ -17,6 +17,7 @@ import torch
 from swapckpt._torch import DTensorSpec, StepFunction, local_of, spec_for, spec_of
 from swapckpt.errors import UnsupportedOptimizerError
 from swapckpt.plan import TensorSpec
+from swapckpt.precision import MASTER, MASTER_DTYPE, is_low_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -47,9 +48,15 @@ def home_device(fields: Mapping[str, object], param: Tensor, key: str) -> torch.
 
 
 def describe(
-    optimizer: Optimizer, step: StepFunction, params: Iterable[tuple[int, Tensor]]
+    optimizer: Optimizer,
+    step: StepFunction,
+    params: Iterable[tuple[int, Tensor]],
+    *,
+    master_weights: bool = False,
 ) -> dict[Tensor, dict[str, StateTemplate]]:
     """The state that a first step will create for each of ``params`` (pairs of group index and parameter).
+
+    With ``master_weights`` that is the state of a master for parameters of low precision, and the master.
 
     Raises:
         UnsupportedOptimizerError: The optimizer cannot step a CPU stand-in, or creates state for a sharded
@@ -58,7 +65,9 @@ def describe(
     wanted = list(params)
     standins: dict[object, tuple[int, Tensor]] = {}
     for group, param in wanted:
-        standins.setdefault(_signature(group, param), (group, _standin(param)))
+        if _signature(group, param) not in standins:
+            dtype = MASTER_DTYPE if master_weights and is_low_precision(param) else param.dtype
+            standins[_signature(group, param)] = (group, _standin(param, dtype))
     try:
         created = dry_step(optimizer, step, list(standins.values()))
     except Exception as error:
@@ -67,13 +76,25 @@ def describe(
             "known before its first step. Step once before exporting or loading its state."
         )
         raise UnsupportedOptimizerError(msg) from error
-    return {
+    described = {
         param: {
             key: _template(param, standins[_signature(group, param)][1], value)
             for key, value in created.get(standins[_signature(group, param)][1], {}).items()
         }
         for group, param in wanted
     }
+    for param, templates in described.items() if master_weights else ():
+        if is_low_precision(param):
+            templates[MASTER] = master_template(param)
+    return described
+
+
+def master_template(param: Tensor) -> StateTemplate:
+    """The form of the fp32 master of ``param``."""
+    local = local_of(param)
+    standin = torch.empty_strided(local.shape, local.stride(), device="meta").to(MASTER_DTYPE)
+    spec = TensorSpec(tuple(local.shape), tuple(standin.stride()), MASTER_DTYPE)
+    return StateTemplate(spec, spec_for(param, MASTER_DTYPE))
 
 
 def dry_step(
@@ -119,10 +140,10 @@ def _standin_sizes(param: Tensor) -> list[int]:
     return [1 if size == 1 else _PRIMES[dim] for dim, size in enumerate(param.shape)]
 
 
-def _standin(param: Tensor) -> Tensor:
+def _standin(param: Tensor, dtype: torch.dtype) -> Tensor:
     sizes = _standin_sizes(param)
     order = _dim_order(param.stride(), param.shape)
-    dense = torch.zeros([sizes[dim] for dim in order], dtype=param.dtype, device="cpu")
+    dense = torch.zeros([sizes[dim] for dim in order], dtype=dtype, device="cpu")
     return dense.permute([order.index(dim) for dim in range(len(order))]).detach().requires_grad_()
 
 

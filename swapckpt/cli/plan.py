@@ -78,6 +78,9 @@ def plan(  # noqa: PLR0913 - to typer every parameter is an option
     swap_times: Annotated[int, typer.Option(help="Batches of a step.")] = SwapConfig().swap_times,
     staging_buffers: Annotated[int, typer.Option(help="Device buffers.")] = SwapConfig().staging_buffers,
     min_numel: Annotated[int, typer.Option(help="Smallest tensor to swap.")] = SwapConfig().min_numel,
+    master_weights: Annotated[
+        bool, typer.Option("--master-weights", help="Keep fp32 masters of bf16 and fp16 parameters.")
+    ] = False,
     bandwidth: Annotated[
         float | None, typer.Option(help="Host link in GB/s, each direction (default: measured here).")
     ] = None,
@@ -90,7 +93,12 @@ def plan(  # noqa: PLR0913 - to typer every parameter is an option
         optimizer=optimizer,
         dtype=dtype,
         ranks=ranks,
-        config=SwapConfig(swap_times=swap_times, staging_buffers=staging_buffers, min_numel=min_numel),
+        config=SwapConfig(
+            swap_times=swap_times,
+            staging_buffers=staging_buffers,
+            min_numel=min_numel,
+            master_weights=master_weights,
+        ),
     )
     gbps = measure_bandwidth() if bandwidth is None else bandwidth
     require_positive("bandwidth", gbps)
@@ -116,7 +124,12 @@ def plan_report(request: PlanRequest, *, gbps: float) -> SwapReport:
         if request.optimizer != "muon" or param.dim() == 2
     ]
     optimizer = _OPTIMIZERS[request.optimizer](shards)
-    templates = describe(optimizer, unhooked_step(optimizer), [(0, shard) for _, shard in shards])
+    templates = describe(
+        optimizer,
+        unhooked_step(optimizer),
+        [(0, shard) for _, shard in shards],
+        master_weights=request.config.master_weights,
+    )
     footprints = [
         footprint(
             shard,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,18 +30,22 @@ SHAPE = LlamaShape(dim=64, layers=2, heads=1, ffn=192)
 CONFIG = SwapConfig(swap_times=5, staging_buffers=2, min_numel=100)
 
 
-def request(*, optimizer: str = "adamw", ranks: int = 1, dtype: str = "fp32") -> PlanRequest:
-    return PlanRequest(shape=SHAPE, optimizer=optimizer, dtype=dtype, ranks=ranks, config=CONFIG)
+def request(
+    *, optimizer: str = "adamw", ranks: int = 1, dtype: str = "fp32", config: SwapConfig = CONFIG
+) -> PlanRequest:
+    return PlanRequest(shape=SHAPE, optimizer=optimizer, dtype=dtype, ranks=ranks, config=config)
 
 
-def adopted(optimizer: str) -> tuple[swapckpt.SwapReport, swapckpt.MemoryStats]:
+def adopted(
+    optimizer: str, *, dtype: torch.dtype = torch.float32, config: SwapConfig = CONFIG
+) -> tuple[swapckpt.SwapReport, swapckpt.MemoryStats]:
     """The report of a real manager before its first step, and what it holds after it."""
-    model = Llama(SHAPE, max_time=8)
+    model = Llama(SHAPE, max_time=8).to(dtype)
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     options = {"momentum": 0.9} if optimizer == "SGD" else {}
     real = getattr(torch.optim, optimizer)(model.parameters(), **options)
-    manager = swapckpt.StateManager(model, real, CONFIG)
+    manager = swapckpt.StateManager(model, real, config)
     report = manager.report(gbps=10)
     model(torch.randint(256, (1, 8))).sum().backward()
     real.step()
@@ -51,6 +56,18 @@ def check_memory(planned: swapckpt.SwapReport, memory: swapckpt.MemoryStats) -> 
     """What was planned holds what was needed; mirrors lie in slabs, which are larger than they are."""
     assert 0 < memory.device_peak_nbytes <= planned.staging_peak_nbytes
     assert planned.host_nbytes <= memory.host_nbytes
+
+
+def test_masters_are_planned_for() -> None:
+    config = replace(CONFIG, master_weights=True)
+    planned = plan_report(request(dtype="bf16", config=config), gbps=10)
+    without = plan_report(request(dtype="bf16"), gbps=10)
+    report, memory = adopted("AdamW", dtype=torch.bfloat16, config=config)
+    assert planned == report
+    assert planned.device_freed_nbytes > 2.9 * without.device_freed_nbytes  # 12 bytes instead of 4
+    assert planned.master_grads_peak_nbytes > 0
+    assert without.master_grads_peak_nbytes == 0
+    assert 0 < memory.device_peak_nbytes <= planned.staging_peak_nbytes + planned.master_grads_peak_nbytes
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adafactor", "NAdam"])

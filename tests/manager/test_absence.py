@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import swapckpt
-from swapckpt.statedict import is_marked, mark_not_created
+from swapckpt.absence import is_marked, mark_not_created
 from tests.manager.test_exchange import StockOptimizer
 from tests.manager.training import CONFIG, OPTIMIZERS, Net, assert_same_bits, contents, train
 
