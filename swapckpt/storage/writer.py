@@ -159,8 +159,7 @@ class SwapStorageWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt. (coordinator)"""
         files, name = self._target()
-        if self._attempt is not None:  # the last save failed after this point
-            commit.abandon(files, self._attempt)
+        self.abandon()
         self._attempt = commit.begin(files, name, overwrite=self.overwrite)
         return [
             replace(plan, storage_data=WriteTask(self._attempt, rank, self._places_from(rank)))
@@ -198,6 +197,12 @@ class SwapStorageWriter(StorageWriter):
             dumped = self._dump(metadata, reports, attempt)
         self._attempt = None  # what is left of it from here on, commit() removes
         commit.commit(files, attempt, dumped, data=data, world_size=len(results))
+
+    def abandon(self) -> None:
+        """Remove what a failed save left, which the next save or prune would do otherwise. (coordinator)"""
+        if self._attempt is not None:
+            commit.abandon(self._target()[0], self._attempt)
+            self._attempt = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

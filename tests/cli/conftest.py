@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from swapckpt.cli import main
+from tests.storage.conftest import s3_bucket, store_url  # noqa: F401 - fixtures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
