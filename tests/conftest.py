@@ -16,6 +16,7 @@ import hypothesis  # noqa: E402 - after the limits
 import pytest  # noqa: E402
 
 from tests.multirank import RankRunner  # noqa: E402
+from tests.store_urls import s3_bucket, store_url  # noqa: E402, F401 - fixtures, one server for all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from swapckpt.cli import main
-from tests.storage.conftest import s3_bucket, store_url  # noqa: F401 - fixtures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
