@@ -69,8 +69,16 @@ class SwapConfig:
             The optimizer steps the masters, with gradients cast to fp32, and the parameters get the rounded
             result. They are saved and loaded under the state key ``master``.
         timeout_secs: Bound of every wait (> 0): for a copy (then
-            :class:`~swapckpt.errors.TransferTimeoutError`) and for the reader of a snapshot (then
-            :class:`~swapckpt.errors.LeaseTimeoutError`).
+            :class:`~swapckpt.errors.TransferTimeoutError`), for the reader of a snapshot (then
+            :class:`~swapckpt.errors.LeaseTimeoutError`) and for other ranks (then
+            :class:`~swapckpt.errors.ReplicaError`).
+        shard_replicas: Keep the state of a replicated parameter (HSDP, DDP) on one of its replicas only, its
+            owner, which steps it and sends the result to the others. Every rank of the job has to call
+            ``step()`` together.
+        replica_group_size: With ``shard_replicas``: how many replicas share one copy of the state (it has to
+            divide their number), for example those of one node. None: all of them.
+        replica_bucket_nbytes: With ``shard_replicas``: updated parameters travel in buffers of this size
+            (>= 512 bytes). A step holds at most two of them on the device.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -85,6 +93,9 @@ class SwapConfig:
     spare_nbytes: int | None = None
     master_weights: bool = False
     timeout_secs: float = 600.0
+    shard_replicas: bool = False
+    replica_group_size: int | None = None
+    replica_bucket_nbytes: int = 32 * 1024 * 1024
 
     def __post_init__(self) -> None:
         require_int("swap_times", self.swap_times, minimum=1)
@@ -96,7 +107,18 @@ class SwapConfig:
         require_bool("release_staging", self.release_staging)
         require_bool("master_weights", self.master_weights)
         require_positive("timeout_secs", self.timeout_secs)
+        self._validate_replicas()
         self._validate_state_keys()
+
+    def _validate_replicas(self) -> None:
+        require_bool("shard_replicas", self.shard_replicas)
+        require_int("replica_bucket_nbytes", self.replica_bucket_nbytes, minimum=512)
+        if self.replica_group_size is None:
+            return
+        require_int("replica_group_size", self.replica_group_size, minimum=1)
+        if not self.shard_replicas:
+            msg = f"replica_group_size={self.replica_group_size} has no effect without shard_replicas=True."
+            raise ConfigError(msg)
 
     def _validate_state_keys(self) -> None:
         keys = cast("object", self.state_keys)  # whatever the caller passed

@@ -85,6 +85,12 @@ class LeaseTimeoutError(SwapCkptError, TimeoutError):
     Nothing was overwritten; release the snapshot, or allow more spare memory."""
 
 
+class ReplicaError(SwapCkptError, RuntimeError):
+    """Ranks that share optimizer state (``shard_replicas=True``) could not finish something together: another
+    one failed, ended or hung. Raised on every rank within ``timeout_secs``. The message says whether anything
+    was updated."""
+
+
 class HostMemoryError(SwapCkptError, MemoryError):
     """Host memory for mirrors could not be allocated. Nothing was adopted."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapckpt.errors import SchemaError, ShardError, listing
+from swapckpt.planner import PartOfState
 from swapckpt.statedict import overwrite
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _NOT_SETTINGS = ("params", "param_names")
 
 def nested_layout(views: Iterable[StateView]) -> dict[str, object]:
     """The layout of stock ``get_optimizer_state_dict``: ``state`` by FQN, ``param_groups`` as a list."""
+    views = list(views)
     state: dict[str, Values] = {}
     groups: list[dict[str, object]] = []
     for view in views:
@@ -38,19 +40,32 @@ def nested_layout(views: Iterable[StateView]) -> dict[str, object]:
         for group in view.optimizer.param_groups:
             fields = {key: value for key, value in group.items() if key != "params"}
             groups.append({**fields, "params": [view.name(param) for param in group["params"]]})
-    return {"state": state, "param_groups": groups}
+    return _as_part({"state": state, "param_groups": groups}, views)
 
 
 def flat_layout(views: Iterable[StateView]) -> dict[str, object]:
     """Stock's flattened layout: ``state.{fqn}.{key}`` and ``param_groups.{fqn}.{field}``."""
+    views = list(views)
     flat: dict[str, object] = {}
     for view in views:
         for group, param in view.params():
             name = view.name(param)
             flat |= {f"state.{name}.{key}": value for key, value in view.values(param).items()}
-            fields = view.optimizer.param_groups[group]
-            flat |= {f"param_groups.{name}.{key}": value for key, value in fields.items() if key != "params"}
-    return flat
+            flat |= _flat_fields(view, group, param)
+        for group, param in view.elsewhere():  # settings are known to all ranks
+            flat |= _flat_fields(view, group, param)
+    return _as_part(flat, views)
+
+
+def _flat_fields(view: StateView, group: int, param: Tensor) -> dict[str, object]:
+    fields = view.optimizer.param_groups[group].items()
+    return {f"param_groups.{view.name(param)}.{key}": value for key, value in fields if key != "params"}
+
+
+def _as_part(layout: dict[str, object], views: Iterable[StateView]) -> dict[str, object]:
+    """``layout``, marked as a part where other ranks hold the rest."""
+    names = {alias for view in views for _, param in view.elsewhere() for alias in view.names[param]}
+    return PartOfState(layout, elsewhere=names) if names else layout
 
 
 def _require_form(state_dict: object) -> None:
@@ -96,7 +111,12 @@ class Incoming:
         """Read the nested or the flat layout; any alias of a tied parameter is accepted."""
         incoming = cls(views)
         _require_form(state_dict)
-        params = {alias: param for view in views for _, param in view.params() for alias in view.names[param]}
+        params = {
+            alias: param
+            for view in views
+            for _, param in (*view.params(), *view.elsewhere())
+            for alias in view.names[param]
+        }
         state, groups = state_dict.get("state"), state_dict.get("param_groups")
         if isinstance(state, dict) and isinstance(groups, list):
             incoming._read_nested(state, groups, params)

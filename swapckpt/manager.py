@@ -17,8 +17,17 @@ from swapckpt.device import device_for
 from swapckpt.errors import ConfigError, FqnError, listing
 from swapckpt.fqn import named_parameters
 from swapckpt.layouts import Incoming, flat_layout, nested_layout
-from swapckpt.optimizer import is_swapped, recovery, release, swap_of, swap_optimizer, swapped_state
+from swapckpt.optimizer import (
+    abandon,
+    adopt,
+    drop_elsewhere,
+    is_swapped,
+    recovery,
+    swap_of,
+    swapped_state,
+)
 from swapckpt.rebinding import Replacement
+from swapckpt.replicas import data_parallel_groups
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
 from swapckpt.snapshot import Snapshot, host_copy
 from swapckpt.statedict import LiveState, StateView
@@ -87,16 +96,19 @@ class StateManager:
         self._check_ownership(self._names)
         self._unswapped: dict[Optimizer, LiveState] = {}
         adopted: list[Optimizer] = []
+        groups = data_parallel_groups(model) if self._config.shard_replicas else {}
         try:
             for each in self.optimizers.values():
                 if config is not None:
-                    swap_optimizer(each, config, device=device)
+                    adopt(each, config, device=device, replica_groups=groups)
                     adopted.append(each)
                 self._view(each)
         except BaseException:
             for each in adopted:  # all or none
-                release(each)
+                abandon(each)
             raise
+        for each in adopted:
+            drop_elsewhere(each)
 
     def _view(self, optimizer: Optimizer) -> StateView:
         if is_swapped(optimizer):

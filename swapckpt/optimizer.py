@@ -22,6 +22,7 @@ from swapckpt.device import device_for
 from swapckpt.errors import (
     AdoptionError,
     ConfigError,
+    SwapCkptError,
     listing,
 )
 from swapckpt.layouts import Incoming
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
     from swapckpt.device import Device
@@ -70,7 +72,9 @@ class SwapMixin(Optimizer):
         """Add a group; its parameters become new batches with the next step.
 
         Raises:
-            AdoptionError: The parameters are on another device than the others. The group is not added.
+            AdoptionError: The parameters are on another device than the others, or cannot be shared among
+                replicas as ``shard_replicas=True`` asks for. The group is not added.
+            ConfigError: ``replica_group_size`` does not fit them. The group is not added.
         """
         super().add_param_group(param_group)
         if "_swap" not in self.__dict__:
@@ -81,7 +85,11 @@ class SwapMixin(Optimizer):
             self.param_groups.pop()
             msg = f"The new parameters are on {sorted(map(str, devices))}, the optimizer's are on {home}."
             raise AdoptionError(msg)
-        self._swap.sync_params(self)
+        try:
+            self._swap.sync_params(self)
+        except SwapCkptError:
+            self.param_groups.pop()
+            raise
 
     def register_load_state_dict_pre_hook(
         self,
@@ -107,6 +115,7 @@ class SwapMixin(Optimizer):
         # A class made at run time has no importable name: pickle the original class and adopt again.
         swap = self._swap
         swap.require_idle("copy or pickle the optimizer")
+        _require_whole(self, "copied or pickled")
         self._swapped_state.settle_templates()
         mirrored = {param: entry.tensors for param, entry in swap.table.entries.items()}
         state = {
@@ -185,17 +194,21 @@ def swap_optimizer(
     *,
     device: Device | None = None,
     names: Mapping[Tensor, str] | None = None,
+    replica_groups: Mapping[Tensor, ProcessGroup] | None = None,
 ) -> Optimizer:
     """Adopt ``optimizer`` in place: from now on its state lives on the host and ``step()`` swaps it.
 
     The object keeps its identity, ``isinstance`` relations, groups, hooks, schedulers and ``GradScaler``
-    attributes. State that exists already is moved to the host.
+    attributes. State that exists already is moved to the host. With ``shard_replicas=True`` the state of
+    parameters that other ranks own is dropped.
 
     Args:
         optimizer: Any per-parameter ``torch.optim`` optimizer.
         config: How to swap; default ``SwapConfig()``.
         device: The device to swap through; default the one the parameters are on.
         names: Names of parameters for messages and export; default those of ``named_parameters`` groups.
+        replica_groups: With ``shard_replicas=True``: the process group over which a parameter is replicated,
+            beside the replicate dimensions of its mesh. A ``StateManager`` finds those of DDP modules.
 
     Returns:
         The same object.
@@ -205,15 +218,30 @@ def swap_optimizer(
             is wrapped in a way that would bypass swapping, or masters are wanted where there is
             low-precision state. It is left unchanged.
         UnsupportedOptimizerError: The optimizer cannot be stepped in batches.
-        ConfigError: ``state_keys`` names a key that the optimizer does not create.
+        ConfigError: ``state_keys`` names a key that the optimizer does not create, or
+            ``replica_group_size`` does not divide the number of replicas.
     """
+    adopt(optimizer, config, device=device, names=names, replica_groups=replica_groups)
+    drop_elsewhere(optimizer)
+    return optimizer
+
+
+def adopt(
+    optimizer: Optimizer,
+    config: SwapConfig | None,
+    *,
+    device: Device | None,
+    names: Mapping[Tensor, str] | None = None,
+    replica_groups: Mapping[Tensor, ProcessGroup] | None = None,
+) -> None:
+    """As ``swap_optimizer``, but ``abandon`` can still undo it: no state has been dropped."""
     config = config if config is not None else SwapConfig()
     require_instance("optimizer", optimizer, Optimizer)
     require_instance("config", config, SwapConfig)
     _refuse(optimizer)
     torch_device = _common_device(optimizer)
     device = device if device is not None else device_for(torch_device, timeout_secs=config.timeout_secs)
-    swap = Swap(optimizer, config, device=device, names=names or {})
+    swap = Swap(optimizer, config, device=device, names=names or {}, replica_groups=replica_groups or {})
     if config.state_keys is not None:
         _check_state_keys(optimizer, swap)
     scheduled = "step" in optimizer.__dict__
@@ -239,9 +267,24 @@ def swap_optimizer(
     try:
         _probe(optimizer)
     except AdoptionError:
-        release(optimizer)
+        abandon(optimizer)
         raise
-    return optimizer
+
+
+def drop_elsewhere(optimizer: Optimizer) -> None:
+    """Give up state of parameters that other ranks own, from before the adoption."""
+    for _, param in swapped_state(optimizer).elsewhere():
+        optimizer.state.pop(param, None)
+
+
+def _require_whole(optimizer: Optimizer, action: str) -> None:
+    elsewhere = sum(1 for _ in swapped_state(optimizer).elsewhere())
+    if elsewhere:
+        msg = (
+            f"This optimizer cannot be {action}: the state of {elsewhere} of its parameters is on other "
+            "ranks (shard_replicas=True). Save a checkpoint and load it into a new optimizer."
+        )
+        raise AdoptionError(msg)
 
 
 def _refuse(optimizer: Optimizer) -> None:
@@ -320,11 +363,17 @@ def release(optimizer: Optimizer) -> Optimizer:
     """Undo ``swap_optimizer``: state moves back to the parameters' device, the class is the original one.
 
     Raises:
-        AdoptionError: The optimizer is not adopted.
+        AdoptionError: The optimizer is not adopted, or a part of its state is on other ranks.
         PhaseError: A step is running, or an earlier one failed.
     """
+    swap_of(optimizer).require_idle("release the optimizer")
+    _require_whole(optimizer, "released")
+    return abandon(optimizer)
+
+
+def abandon(optimizer: Optimizer) -> Optimizer:
+    """As ``release``, for an adoption of which nothing has come yet."""
     swap = swap_of(optimizer)
-    swap.require_idle("release the optimizer")
     swapped_state(optimizer).settle_templates()
     swapped_state(optimizer).follow()
     scheduled = "step" in optimizer.__dict__

@@ -55,13 +55,17 @@ class Pipeline:
         self._largest_nbytes = 0
         self.updates_started = False
 
-    def run(self, state: OptimizerState, update: Callable[[Batch], None]) -> None:
+    def run(
+        self, state: OptimizerState, update: Callable[[Batch], None], *, with_others: bool = False
+    ) -> None:
         """One step. ``update(batch)`` steps the parameters of one batch on the compute stream.
+
+        ``with_others`` says that other ranks send updates meanwhile: whenever it fails, something is torn.
 
         Raises:
             StepError: An allocation, copy or update failed; the cause is chained.
         """
-        self.updates_started = False
+        self.updates_started = with_others
         self._begin()
         op: Op | None = None
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from swapckpt.errors import SchemaError, listing
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -25,6 +28,28 @@ class Destination(Protocol):
     def begin_load(self) -> None:
         """Count as torn until the load has finished."""
         ...
+
+
+class PartOfState(dict[str, object]):
+    """Optimizer state of which other ranks hold the rest: that of the parameters named ``elsewhere``.
+
+    A checkpoint has all of it. What belongs to others is not unexpected here, and is not read.
+    """
+
+    def __init__(self, state_dict: Mapping[str, object], *, elsewhere: Collection[str]) -> None:
+        super().__init__(state_dict)
+        self.elsewhere = frozenset(elsewhere)
+
+    def is_elsewhere(self, path: Sequence[object]) -> bool:
+        """True for a key of the other ranks' part, by its path from here (nested or flat layout)."""
+        kind, _, rest = ".".join(map(str, path)).partition(".")
+        return kind == "state" and any(name in self.elsewhere for name in _prefixes(rest))
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):
@@ -111,7 +136,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         return [
             key
             for key in metadata.state_dict_metadata
-            if key not in self.state_dict and found.get(key, (None,))[0] in loaded
+            if key not in self.state_dict
+            and found.get(key, (None,))[0] in loaded
+            and not _is_elsewhere(self.original_state_dict, found[key])
         ]
 
     def _problem(self, key: str, destination: object, metadata: Metadata) -> str | None:
@@ -126,6 +153,18 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         wrong_shape = tuple(found.size) != tuple(destination.shape)
         wrong_dtype = found.properties.dtype != destination.dtype and not self._allow_cast
         return f"expected {_kind(destination)}, found {_kind(found)}" if wrong_shape or wrong_dtype else None
+
+
+def _is_elsewhere(state_dict: Mapping[str, object], path: Sequence[object]) -> bool:
+    """True for what belongs to a part of the state that other ranks hold."""
+    place: object = state_dict
+    for depth, key in enumerate(path):
+        if isinstance(place, PartOfState):
+            return place.is_elsewhere(path[depth:])
+        if not isinstance(place, Mapping) or key not in place:
+            return False
+        place = place[key]
+    return False
 
 
 def _kind(value: object) -> str:

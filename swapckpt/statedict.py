@@ -92,6 +92,10 @@ class StateView(ABC):
             for param in group["params"]:
                 yield index, param
 
+    def elsewhere(self) -> Iterator[tuple[int, Tensor]]:
+        """Group index and parameter of those whose state other ranks keep: ``params`` leaves them out."""
+        return iter(())
+
     def name(self, param: Tensor) -> str:
         """The name a parameter is saved under."""
         return self.names[param][0]
@@ -308,6 +312,9 @@ class SwappedState(StateView):
         for batch in self._table.batches:
             for entry in batch.params:
                 yield entry.group, entry.param
+
+    def elsewhere(self) -> Iterator[tuple[int, Tensor]]:
+        return ((group, param) for group, param in super().params() if param not in self._table.entries)
 
     def _reserve(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         reserved: dict[tuple[Tensor, str], Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -11,19 +12,22 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from swapckpt._torch import called_by_fake_step, disable_dynamo, local_of, without_step_hooks
+from swapckpt.broadcast import ParameterBroadcast
 from swapckpt.errors import AdoptionError, GradientError, PhaseError, StateFailedError, StepError, listing
 from swapckpt.fence import Gate, LeasingGate
 from swapckpt.masters import masters_of
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
 from swapckpt.plan import partition
+from swapckpt.replicas import Replicas
 from swapckpt.state import StateTable
-from swapckpt.update import BatchedUpdate, refuse_flags, unhooked_step
+from swapckpt.update import BatchedUpdate, refuse_flags, refuse_joint_steps, unhooked_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -49,7 +53,13 @@ class Swap:
     """Everything swapping adds to one optimizer. Owned by the optimizer, holds no reference back to it."""
 
     def __init__(
-        self, optimizer: Optimizer, config: SwapConfig, *, device: Device, names: Mapping[Tensor, str]
+        self,
+        optimizer: Optimizer,
+        config: SwapConfig,
+        *,
+        device: Device,
+        names: Mapping[Tensor, str],
+        replica_groups: Mapping[Tensor, ProcessGroup],
     ) -> None:
         self.config = config
         self.device = device
@@ -67,6 +77,7 @@ class Swap:
             timeout_secs=config.timeout_secs,
         )
         self.pipeline = Pipeline(self.table, device, config=config, gate=self.gate)
+        self.sharing = _sharing(config, device, replica_groups) if config.shard_replicas else None
         self.incoming: Incoming | None = None
         self.hooks: list[RemovableHandle] = []
         self.load_hooks: list[RemovableHandle] = []
@@ -127,12 +138,21 @@ class Swap:
             return
         self._known_groups = [list(params) for params in groups]
         live = {param: index for index, params in enumerate(groups) for param in params}
+        for param, group in live.items():
+            self._name(optimizer, param, group)
+        everything = list(live)
+        if self.sharing is not None:
+            replicas = self.sharing.replicas
+            replicas.follow(everything)
+            refuse_joint_steps(self.original_class, filter(replicas.owner_of, everything))
+            live = {param: group for param, group in live.items() if replicas.owns(param)}
         known = self.table.entries
         fresh = [param for param in live if param not in known]
         self.table.keep(live, optimizer.state)
         self._add(optimizer, fresh, live)
         self._subsets = self._group_subsets(optimizer)
-        for param in [param for param in self.names if param not in self.table.entries]:
+        kept = self.table.entries.keys() | set(everything)
+        for param in [param for param in self.names if param not in kept]:
             del self.names[param]  # a name must not keep a parameter that is gone
 
     def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
@@ -154,13 +174,16 @@ class Swap:
         self.names.clear()  # in place: the state view shares it
         self.names.update(names)
         self.table.rebind(new_of)
+        if self.sharing is not None:
+            self.sharing.replicas.rebind(new_of)
         self._known_groups = [[new_of.get(param, param) for param in known] for known in self._known_groups]
         self._subsets = self._group_subsets(optimizer)
 
     def rename(self, names: Mapping[Tensor, tuple[str, ...]]) -> None:
         """Take the names (first one and aliases) of a model's parameters."""
+        for param, known in self.names.items():
+            self.names[param] = names.get(param, known)
         for param, entry in self.table.entries.items():
-            self.names[param] = names.get(param, self.names[param])
             entry.name = self.names[param][0]
 
     def _name(self, optimizer: Optimizer, param: Tensor, group: int) -> str:
@@ -207,10 +230,13 @@ class Swap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        view.settle_templates()
-        view.follow()
-        self.sync_params(optimizer)
-        self._activate_gradients()
+        with self.sharing.all_or_none() if self.sharing is not None else nullcontext():
+            view.settle_templates()
+            view.follow()
+            self.sync_params(optimizer)
+            self._activate_gradients()
+            if self.sharing is not None:
+                self.sharing.begin([param for params in self._known_groups for param in params])
         self._run(optimizer)
         return loss
 
@@ -244,23 +270,32 @@ class Swap:
             msg = f"{len(offenders)} gradients cannot be used; nothing was updated:{listing(offenders)}"
             raise GradientError(msg)
 
+    def _update(self, optimizer: Optimizer, update: BatchedUpdate, batch: Batch) -> None:
+        subset = self._subsets[batch.index]
+        if not self.config.master_weights:
+            update.run(subset)
+            return
+        with masters_of(batch, optimizer.state, self.device) as masters:
+            update.run((group, [masters.get(param, param) for param in params]) for group, params in subset)
+
     def _run(self, optimizer: Optimizer) -> None:
         self.phase = Phase.STEPPING
+        sharing = self.sharing
         try:
-            with without_step_hooks(optimizer), BatchedUpdate(optimizer, self.original_step) as update:
+            with (
+                sharing.together() if sharing is not None else nullcontext(),
+                without_step_hooks(optimizer),
+                BatchedUpdate(optimizer, self.original_step) as update,
+            ):
 
                 def step_batch(batch: Batch) -> None:
-                    subset = self._subsets[batch.index]
-                    if not self.config.master_weights:
-                        update.run(subset)
-                        return
-                    with masters_of(batch, optimizer.state, self.device) as masters:
-                        update.run(
-                            (group, [masters.get(param, param) for param in params])
-                            for group, params in subset
-                        )
+                    self._update(optimizer, update, batch)
+                    if sharing is not None:
+                        sharing.advance(entry.param for entry in batch.params)
 
-                self.pipeline.run(optimizer.state, step_batch)
+                self.pipeline.run(optimizer.state, step_batch, with_others=sharing is not None)
+                if sharing is not None and not self.table.batches:  # group fields advance here too
+                    update.run([(group, []) for group in range(len(optimizer.param_groups))])
         except BaseException as error:
             self.phase = Phase.IDLE
             if self.pipeline.updates_started:
@@ -285,6 +320,13 @@ class Swap:
                 raise
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
+
+
+def _sharing(config: SwapConfig, device: Device, groups: Mapping[Tensor, ProcessGroup]) -> ParameterBroadcast:
+    replicas = Replicas(group_size=config.replica_group_size, groups=groups, timeout_secs=config.timeout_secs)
+    return ParameterBroadcast(
+        replicas, device, bucket_nbytes=config.replica_bucket_nbytes, timeout_secs=config.timeout_secs
+    )
 
 
 Value = TypeVar("Value")

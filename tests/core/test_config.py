@@ -31,6 +31,16 @@ WRONG: list[tuple[str, Any, str]] = [
         ("state_keys", value, "state_keys must be None or a sequence of non-empty strings")
         for value in ("exp_avg", ("exp_avg", ""), ("exp_avg", 1), 7, {"exp_avg"})
     ),
+    *(("shard_replicas", value, "shard_replicas must be True or False") for value in (1, "yes", None)),
+    *(
+        ("replica_group_size", value, "replica_group_size must be an integer >= 1")
+        for value in (0, -2, 2.0, "8", True)
+    ),
+    ("replica_group_size", 4, "has no effect without shard_replicas=True"),
+    *(
+        ("replica_bucket_nbytes", value, "replica_bucket_nbytes must be an integer >= 512")
+        for value in (511, 0, 1024.0, "1M", True, None)
+    ),
     ("state_keys", (), "or name at least one key"),
     ("state_keys", [], "or name at least one key"),
 ]
@@ -59,6 +69,9 @@ RIGHT: list[tuple[str, Any]] = [
     ("spare_nbytes", None),
     ("timeout_secs", 1),
     ("timeout_secs", 0.001),
+    ("shard_replicas", True),
+    ("replica_group_size", None),
+    ("replica_bucket_nbytes", 512),
     ("state_keys", None),
     ("state_keys", ("exp_avg",)),
 ]
@@ -103,4 +116,7 @@ def test_the_defaults() -> None:
         release_staging=True,
         spare_nbytes=None,
         timeout_secs=600.0,
+        shard_replicas=False,
+        replica_group_size=None,
+        replica_bucket_nbytes=32 * 1024 * 1024,
     )
