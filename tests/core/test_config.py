@@ -31,6 +31,7 @@ WRONG: list[tuple[str, Any, str]] = [
         ("state_keys", value, "state_keys must be None or a sequence of non-empty strings")
         for value in ("exp_avg", ("exp_avg", ""), ("exp_avg", 1), 7, {"exp_avg"})
     ),
+    *(("master_weights", value, "master_weights must be True or False") for value in (1, "yes", None)),
     *(("shard_replicas", value, "shard_replicas must be True or False") for value in (1, "yes", None)),
     *(
         ("replica_group_size", value, "replica_group_size must be an integer >= 1")
@@ -69,6 +70,7 @@ RIGHT: list[tuple[str, Any]] = [
     ("spare_nbytes", None),
     ("timeout_secs", 1),
     ("timeout_secs", 0.001),
+    ("master_weights", True),
     ("shard_replicas", True),
     ("replica_group_size", None),
     ("replica_bucket_nbytes", 512),
@@ -116,6 +118,7 @@ def test_the_defaults() -> None:
         release_staging=True,
         spare_nbytes=None,
         timeout_secs=600.0,
+        master_weights=False,
         shard_replicas=False,
         replica_group_size=None,
         replica_bucket_nbytes=32 * 1024 * 1024,
