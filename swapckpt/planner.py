@@ -40,6 +40,11 @@ class PartOfState(dict[str, object]):
         super().__init__(state_dict)
         self.elsewhere = frozenset(elsewhere)
 
+    @classmethod
+    def like(cls, original: Mapping[str, object], content: Mapping[str, object]) -> dict[str, object]:
+        """``content``, as a part of the same whole that ``original`` is a part of, if it is one."""
+        return cls(content, elsewhere=original.elsewhere) if isinstance(original, cls) else dict(content)
+
     def is_elsewhere(self, path: Sequence[object]) -> bool:
         """True for a key of the other ranks' part, by its path from here (nested or flat layout)."""
         kind, _, rest = ".".join(map(str, path)).partition(".")

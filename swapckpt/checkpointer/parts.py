@@ -21,6 +21,7 @@ from swapckpt.checkpointer.values import KEY, PerRank, rank_key
 from swapckpt.errors import ConfigError
 from swapckpt.fqn import named_parameters
 from swapckpt.manager import StateManager
+from swapckpt.planner import PartOfState
 from swapckpt.snapshot import Snapshot, host_copy
 from swapckpt.storage.items import check_storage
 
@@ -136,11 +137,13 @@ class ManagerPart(Part):
             return tree
         created = {key.rpartition(".")[0] for key in saved}
         if is_flat:
-            return {
+            read = {
                 key: tree[key] for key in tree if not key.startswith("state.") or self._owner(key) in created
             }
+            return PartOfState.like(tree, read)
         state = cast("Tree", tree["state"])
-        return {**tree, "state": {fqn: state[fqn] for fqn in state if f"{self.name}.state.{fqn}" in created}}
+        read = {fqn: state[fqn] for fqn in state if f"{self.name}.state.{fqn}" in created}
+        return PartOfState.like(tree, {**tree, "state": read})
 
     def _owner(self, key: str) -> str:
         return f"{self.name}.{key}".rpartition(".")[0]

@@ -100,6 +100,36 @@ def test_c18_owners_change_between_save_and_load(run_ranks: RankRunner, tmp_path
             assert_same_bits(read(second / name, side, flat=flat), saved)
 
 
+def save_with_a_service(path: Path) -> dict[str, object]:
+    """Saved in the background while training goes on, and loaded by ranks with other owners."""
+    twins = Twins("ddp", KIND)
+    parts = {"model": twins.net, "optimizer": twins.manager}
+    with swapckpt.Checkpointer(path, parts, swapckpt.CheckpointConfig(async_mode="async")) as service:
+        twins.train(range(4))
+        saved = contents(twins.plain_net, twins.plain)
+        handle = service.save(4)
+        twins.train(range(4, 6))
+        handle.wait()
+        assert service.load() == 4
+        own = contents(twins.net, twins.optimizer)
+        assert_same_bits(own, {key: saved[key] for key in own})
+    other = Twins("ddp", KIND, replica_group_size=2)
+    with swapckpt.Checkpointer(path, {"model": other.net, "optimizer": other.manager}) as service:
+        assert service.load() == 4
+    own = contents(other.net, other.optimizer)
+    assert_same_bits(own, {key: saved[key] for key in own})
+    return own
+
+
+def test_the_checkpoint_service_saves_and_loads_what_ranks_own(run_ranks: RankRunner, tmp_path: Path) -> None:
+    ranks = run_ranks(4, save_with_a_service, tmp_path)
+    names = dict(SpareNet(WIDTH).named_parameters())
+    assert [sum(key not in names for key in own) for own in ranks[:2]] == [
+        sum(key not in names for key in own) for own in ranks[2:]
+    ]
+    assert sum(key not in names for own in ranks[:2] for key in own) == 4 * 10
+
+
 def load_what_does_not_fit(path: Path) -> tuple[list[str], dict[int, str]]:
     """An entry too many and one too few for parameters of one owner each, and a stranger."""
     twins = Twins("ddp", "AdamW")
