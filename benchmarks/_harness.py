@@ -48,21 +48,35 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
-def interleave(cases: Mapping[Case, Callable[[], object]], *, repetitions: int) -> dict[Case, Timing]:
+def interleave(
+    cases: Mapping[Case, Callable[[], object]],
+    *,
+    repetitions: int,
+    warm_ups: int = 2,
+    before: Callable[[Case], object] | None = None,
+) -> dict[Case, Timing]:
     """Time the cases in turn, so that whatever else the machine does meets all of them alike.
 
     Every case runs twice unmeasured: the first call may create state, the second one touches its memory.
+    ``before`` is called with the name of the case before each of its runs, unmeasured too.
     """
+
+    def prepare(name: Case) -> None:
+        if before is not None:
+            before(name)
+
     walls: dict[Case, list[float]] = {name: [] for name in cases}
     cpus: dict[Case, list[float]] = {name: [] for name in cases}
-    for _ in range(2):
-        for case in cases.values():
+    for _ in range(warm_ups):
+        for name, case in cases.items():
+            prepare(name)
             case()
     gc.collect()
     gc.disable()
     try:
         for _ in range(repetitions):
             for name, case in cases.items():
+                prepare(name)
                 cpu, begin = time.process_time(), time.perf_counter()
                 case()
                 walls[name].append(time.perf_counter() - begin)

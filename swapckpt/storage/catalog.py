@@ -201,14 +201,14 @@ def prune(
             raise ValueError(
                 f"{name} must be at least 1, got {value}: the newest checkpoint is never removed."
             )
+    before_secs = time.time() - min_age_secs
     if not dry_run:
-        for other in _asides(files):
-            if other.is_old:
-                recover(files, other.name)
+        for name in _replaced(files, before_secs=before_secs):
+            recover(files, name)
     checkpoints = list_checkpoints(files)
     removals = [
         *_retired(checkpoints, keep_latest=keep_latest, keep_every=keep_every),
-        *leftovers(files, checkpoints, before_secs=time.time() - min_age_secs),
+        *leftovers(files, checkpoints, before_secs=before_secs),
     ]
     if not dry_run:
         for removal in removals:
@@ -219,6 +219,18 @@ def prune(
             else:
                 files.remove(removal.path)
     return removals
+
+
+def _replaced(files: Files, *, before_secs: float) -> set[str]:
+    """Checkpoints of which an old one was set aside, except by a save that may be between its two renames:
+    that one finds its place taken if the old one gets its name back now."""
+    beside = _asides(files)
+    going_on = {
+        other.attempt
+        for other in beside
+        if not other.is_old and (_newest(_entries(files, other.folder)) or before_secs) >= before_secs
+    }
+    return {other.name for other in beside if other.is_old and other.attempt not in going_on}
 
 
 def _retired(

@@ -263,6 +263,11 @@ class PosixReader:
             body = 0
             if self._direct_descriptor >= 0 and is_aligned(view, offset):
                 body = self._read_direct(offset, view[: len(view) - len(view) % ALIGNMENT])
+            rest = len(view) - body
+            if rest > ALIGNMENT:
+                # All of it on its way at once, and nothing more: read-ahead would go on into what lies behind
+                # the part of a tensor that is wanted.
+                os.posix_fadvise(self._descriptor, offset + body, rest, os.POSIX_FADV_WILLNEED)
             retried(lambda: self._read(self._descriptor, offset + body, view[body:]))
 
     def _read_direct(self, offset: int, view: memoryview) -> int:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swapckpt.errors import StorageError
 from swapckpt.storage.files import Entry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from swapckpt.storage.files import FileReader, FileWriter
+    from tests.storage.stores import HookedFiles
 
 
 @dataclass
@@ -187,3 +190,58 @@ class _Reader:
         view[:] = self._data[offset : offset + len(view)]
 
     def close(self) -> None: ...
+
+
+class PowerFailedError(BaseException):
+    pass
+
+
+class Frozen:
+    """Passes calls on until one fails; after that, nothing has any effect."""
+
+    def __init__(self, files: HookedFiles) -> None:
+        self._files = files
+        self._dead = False
+        self.url = files.url
+        self.renames = files.renames
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._dead:
+                raise PowerFailedError
+            try:
+                result = getattr(self._files, name)(*args, **kwargs)
+            except PowerFailedError:
+                self._dead = True
+                raise
+            return FrozenWriter(self, result) if name == "create" else result
+
+        return call
+
+
+class FrozenWriter:
+    def __init__(self, files: Frozen, writer: Any) -> None:
+        self._files = files
+        self._writer = writer
+
+    @property
+    def position(self) -> int:
+        return int(self._writer.position)
+
+    def _guarded(self, name: str, *args: Any) -> None:
+        if self._files._dead:
+            raise PowerFailedError
+        try:
+            getattr(self._writer, name)(*args)
+        except PowerFailedError:
+            self._files._dead = True
+            raise
+
+    def append(self, data: memoryview) -> None:
+        self._guarded("append", data)
+
+    def close(self) -> None:
+        self._guarded("close")
+
+    def abort(self) -> None:
+        self._guarded("abort")

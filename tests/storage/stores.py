@@ -66,7 +66,7 @@ def uniform(value: float) -> dict[str, Any]:
 def value_of(path: str | os.PathLike[str], *, loader: Callable[..., Any] = load, **options: Any) -> float:
     """The value that a checkpoint of :func:`uniform` was saved with. Fails on a mixture."""
     loaded = loader(uniform(-1.0), path, **options)
-    found = {*loaded["a"].tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
+    found = {*loaded["a"].unique().tolist(), *loaded["b"].tolist(), loaded["settings"]["value"]}
     assert len(found) == 1, found
     return float(found.pop())
 
