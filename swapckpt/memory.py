@@ -133,22 +133,55 @@ def _shared_slab(device: Device, nbytes: int) -> HostSlab | None:
 
     Shared by descriptor rather than private, so that another process can map and write it out.
     """
+    descriptor = None
     if sys.platform == "linux":
         descriptor = os.memfd_create("swapckpt-mirrors")
         try:
             os.ftruncate(descriptor, nbytes)
-            memory = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)  # the mapping keeps its own duplicate
+            memory = _mapped(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
     else:
         memory = mmap.mmap(-1, nbytes)
     owner = np.frombuffer(memory, dtype=np.uint8)
+    if descriptor is not None:
+        address = int(owner.ctypes.data)
+        _SHARED[address] = SharedMemory(address, nbytes, descriptor)
+        weakref.finalize(owner, _forget, address)
     tensor = torch.frombuffer(owner, dtype=torch.uint8)
     unregister = device.register_host(tensor)
     if unregister is None:
         return None
     weakref.finalize(owner, unregister)
     return _accounted(device.ledger, owner, tensor)
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):  # before, the mapping keeps a duplicate: two descriptors per slab
+        return mmap.mmap(descriptor, nbytes, trackfd=False)
+    return mmap.mmap(descriptor, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory that another process can map: where it lies in this one, and the descriptor to pass on."""
+
+    address: int
+    nbytes: int
+    descriptor: int
+
+
+_SHARED: dict[int, SharedMemory] = {}  # by address; of all slabs that are alive
+
+
+def _forget(address: int) -> None:
+    os.close(_SHARED.pop(address).descriptor)
+
+
+def shared_memory() -> list[SharedMemory]:
+    """All slabs of this process that can be shared, by address."""
+    return sorted(_SHARED.copy().values(), key=lambda each: each.address)
 
 
 def _pinned_slab(device: Device, nbytes: int) -> HostSlab:

@@ -38,7 +38,9 @@ from swapckpt.errors import (
     SwapCkptError,
     TransferError,
 )
+from swapckpt.memory import shared_memory
 from swapckpt.storage import SwapStorageWriter, committed_steps, open_files
+from swapckpt.storage.process import ProcessRunner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,8 +103,12 @@ class Checkpointer:
         )
         self._staging = Staging(timeout_secs=self.config.timeout_secs)
         self._planner = RankSavePlanner(self._parts)
+        self.runner = self._runner_for(self.config.async_mode)
         self._writer = SwapStorageWriter(
-            files=self._files, threads=self.config.threads, on_written=self._written
+            files=self._files,
+            threads=self.config.threads,
+            on_written=self._written,
+            runner=self.runner,
         )
         self._managers = [part for part in self._parts.values() if isinstance(part, ManagerPart)]
         self._fences: list[RemovableHandle] = [
@@ -121,6 +127,16 @@ class Checkpointer:
             config=self.config,
             allowed_globals=allowed_globals,
         )
+
+    def _runner_for(self, mode: AsyncMode | str) -> ProcessRunner | None:
+        if mode is not AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return None
+        if self._files.url.startswith("memory:"):
+            raise ConfigError(
+                f"{self._files.url} is memory of this process, which async_mode='async_with_pinned_mem' does "
+                "not write from. Use async_mode='async'."
+            )
+        return ProcessRunner(shared_memory, timeout_secs=self.config.timeout_secs)
 
     # ------------------------------------------------------------------------------------------ saving
 
@@ -289,6 +305,8 @@ class Checkpointer:
         finally:
             for fence in self._fences:
                 fence.remove()
+            if self.runner is not None:
+                self.runner.close()
             self._ranks.close()
 
     def _require_open(self, action: str) -> None:

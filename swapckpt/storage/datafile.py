@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-    from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import WriteItem
 
     from swapckpt.storage.commit import Attempt
     from swapckpt.storage.files import Files, FileWriter
@@ -64,6 +64,14 @@ class PlannedItem:
     shape: torch.Size
     frame: Skeleton | None
     nbytes: int
+
+    def check(self, data: Tensor) -> None:
+        """Raise PlanError unless ``data`` is what was planned."""
+        if data.dtype != self.dtype or data.shape != self.shape:
+            raise PlanError(
+                f"{self.item.index.fqn}: planned as {self.dtype} of {tuple(self.shape)}, "
+                f"resolved as {data.dtype} of {tuple(data.shape)}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,8 @@ class WriteJob:
         files: The folder that checkpoints are in.
         attempt: Where they are written.
         rank: Whose they are.
-        planner: Resolves items; called from all threads.
-        on_written: Called with each tensor when its memory may change.
+        resolve: Gives an item's data, by the number of its file and its number in it; from all threads.
+        on_written: Called with the same numbers when a tensor's memory may change; from all threads.
     """
 
     def __init__(
@@ -116,13 +124,13 @@ class WriteJob:
         attempt: Attempt,
         rank: int,
         *,
-        planner: SavePlanner,
-        on_written: Callable[[Tensor], None] | None,
+        resolve: Callable[[int, int], Tensor | io.BytesIO],
+        on_written: Callable[[int, int], None] | None = None,
     ) -> None:
         self._files = files
         self._attempt = attempt
         self._rank = rank
-        self.planner = planner
+        self.resolve = resolve
         self.on_written = on_written
         self._failed = threading.Event()
 
@@ -160,7 +168,7 @@ class WriteJob:
             nbytes = sum(item.nbytes for item in items)
             writing = _Writing(self, self._files.create(self._path(number), nbytes=nbytes))
             try:
-                places = tuple([writing.add(item) for item in items])
+                places = tuple([self._add(writing, number, at, item) for at, item in enumerate(items)])
                 writing.close()
             except BaseException:
                 writing.out.abort()
@@ -170,6 +178,13 @@ class WriteJob:
             raise
         name = self._attempt.data_file(self._rank, number)
         return DataFile(FileSums(name, writing.position, ",".join(writing.rows)), places)
+
+    def _add(self, writing: _Writing, number: int, at: int, item: PlannedItem) -> tuple[int, int]:
+        data = self.resolve(number, at)
+        place = writing.add(item, data)
+        if self.on_written is not None and not isinstance(data, io.BytesIO):
+            self.on_written(number, at)
+        return place
 
 
 class _StoppedError(Exception):
@@ -184,30 +199,20 @@ class _Writing:
         self.position = 0
         self.rows: list[str] = []
         self._job = job
-        self._planner = job.planner
         self._gathered: list[bytes] = []  # what follows what ``out`` has
         self._gathered_nbytes = 0
 
-    def add(self, planned: PlannedItem) -> tuple[int, int]:
+    def add(self, planned: PlannedItem, data: Tensor | io.BytesIO) -> tuple[int, int]:
         """Write an item. Returns its start and length."""
-        data = self._planner.resolve_data(planned.item)
         if isinstance(data, io.BytesIO):
             return self._opaque(data.getbuffer())
-        if data.dtype != planned.dtype or data.shape != planned.shape:
-            raise PlanError(
-                f"{planned.item.index.fqn}: planned as {planned.dtype} of {tuple(planned.shape)}, "
-                f"resolved as {data.dtype} of {tuple(data.shape)}."
-            )
+        planned.check(data)
         frame = planned.frame
         if frame is None or not is_dense(data):
-            place = self._opaque(_saved(data))
-        elif frame.payload_nbytes < SMALL_NBYTES:
-            place = self._small(frame, data, name=planned.item.index.fqn)
-        else:
-            place = self._large(frame, data, name=planned.item.index.fqn)
-        if self._job.on_written is not None:
-            self._job.on_written(data)
-        return place
+            return self._opaque(saved_tensor(data))
+        if frame.payload_nbytes < SMALL_NBYTES:
+            return self._small(frame, data, name=planned.item.index.fqn)
+        return self._large(frame, data, name=planned.item.index.fqn)
 
     def close(self) -> None:
         self._flush()
@@ -295,7 +300,7 @@ class _Writing:
             self._gathered_nbytes = 0
 
 
-def _saved(tensor: Tensor) -> memoryview:
+def saved_tensor(tensor: Tensor) -> memoryview:
     """A tensor that is more than elements in memory, as torch saves it."""
     stream = io.BytesIO()
     torch.save(tensor.detach().cpu(), stream)

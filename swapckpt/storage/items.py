@@ -134,6 +134,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 def check_storage(tensor: Tensor, *, name: str) -> None:
     """Raise ReleasedStorageError when there is no memory behind a tensor: to read it crashes the process."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return
     storage_nbytes = tensor.untyped_storage().nbytes()
     if storage_nbytes < (tensor.storage_offset() + _span(tensor)) * tensor.itemsize:
         raise ReleasedStorageError(

@@ -64,9 +64,9 @@ class PosixFiles:
     ) -> None:
         self._root = Path(root).absolute()
         self.url = str(self._root)
-        self._direct = direct
-        self._sync = sync
-        self._drop = drop_page_cache
+        self.direct = direct
+        self.sync = sync
+        self.drop_page_cache = drop_page_cache
 
     def _at(self, path: str) -> Path:
         return self._root / path
@@ -83,13 +83,13 @@ class PosixFiles:
     def create(self, path: str, *, nbytes: int) -> FileWriter:  # noqa: ARG002 - stores need the size
         with explained("creating", self._at(path)):
             return PosixWriter(
-                self._at(path), direct=self._direct, sync=self._sync, drop_page_cache=self._drop
+                self._at(path), direct=self.direct, sync=self.sync, drop_page_cache=self.drop_page_cache
             )
 
     def open(self, path: str) -> FileReader:
         with explained("opening", self._at(path)):
             return retried(
-                lambda: PosixReader(self._at(path), direct=self._direct, drop_page_cache=self._drop)
+                lambda: PosixReader(self._at(path), direct=self.direct, drop_page_cache=self.drop_page_cache)
             )
 
     def put(self, path: str, data: bytes) -> None:
@@ -112,7 +112,7 @@ class PosixFiles:
             self._at(source).rename(self._at(target))
 
     def sync_folder(self, path: str) -> None:
-        if not self._sync:
+        if not self.sync:
             return
         with explained("syncing the folder", self._at(path)):
             descriptor = os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY)

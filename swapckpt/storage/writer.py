@@ -20,9 +20,10 @@ from swapckpt._torch import StorageInfo
 from swapckpt.errors import CheckpointNotFoundError, PlanError, StorageError
 from swapckpt.storage import commit
 from swapckpt.storage.collector import collector_paused
-from swapckpt.storage.datafile import PlannedItem, WriteJob, divided
+from swapckpt.storage.datafile import PlannedItem, divided
 from swapckpt.storage.files import open_files, split_url
 from swapckpt.storage.metadata import VERSION, dump_metadata
+from swapckpt.storage.runner import ThreadRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from swapckpt.storage.datafile import DataFile
     from swapckpt.storage.files import Files
     from swapckpt.storage.manifest import FileSums
+    from swapckpt.storage.runner import Runner
 
 DEFAULT_THREADS = 4
 
@@ -100,6 +102,7 @@ class SwapStorageWriter(StorageWriter):
         files: The folder that checkpoints are in, for a store of your own; ``path`` then only names one.
         on_written: Called with each tensor when all its bytes were taken and its memory may change, from a
             writer thread.
+        runner: Who writes data files; default threads of this process.
 
     Raises:
         CheckpointExistsError: From planning: the checkpoint is committed and ``overwrite`` is False.
@@ -116,8 +119,10 @@ class SwapStorageWriter(StorageWriter):
         overwrite: bool = False,
         files: Files | None = None,
         on_written: Callable[[Tensor], None] | None = None,
+        runner: Runner | None = None,
     ) -> None:
         super().__init__()
+        self._runner = runner if runner is not None else ThreadRunner()
         self._threads = threads
         self._sync = sync_files
         self._drop = drop_page_cache
@@ -178,8 +183,15 @@ class SwapStorageWriter(StorageWriter):
         files, _ = self._target()
         if self._kept is None or self._kept.items is not plan.items:
             self._kept = _Kept(plan.items, divided(plan.items, threads=self._threads))
-        job = WriteJob(files, task.attempt, task.rank, planner=planner, on_written=self._on_written)
-        report = self._report(task, self._kept, job.run(self._kept.files))
+        written = self._runner.run(
+            files,
+            task.attempt,
+            task.rank,
+            planned=self._kept.files,
+            planner=planner,
+            on_written=self._on_written,
+        )
+        report = self._report(task, self._kept, written)
         self.written_nbytes = nbytes = sum(file.nbytes for file in report.files)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(f"rank {task.rank}"), nbytes, report)])

@@ -1,0 +1,331 @@
+"""A process that writes data files out of memory it shares with the trainer, whose interpreter stays free.
+
+[Note: lifetimes] The writer process is started ahead, for it takes seconds to import torch, and lives as long
+as its end of the socket pair: it notices within an item when the trainer is gone, however that ended. All
+memory is of anonymous files that only descriptors keep: when both processes are gone nothing is left.
+
+[Note: the script is not run again] The process is ``python -m``, not a fork and not ``multiprocessing``:
+forking a process with threads and a device is unsafe, and spawning would import the user's script.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import mmap
+import os
+import subprocess
+import sys
+import time
+import weakref
+from multiprocessing import Pipe
+from multiprocessing.reduction import send_handle
+from typing import TYPE_CHECKING, Protocol
+
+import fsspec.config
+import numpy as np
+import torch
+
+from swapckpt.errors import ConfigError, StorageError
+from swapckpt.storage.datafile import saved_tensor
+from swapckpt.storage.items import bytes_of, check_storage, is_dense
+from swapckpt.storage.jobs import Done, Failed, Job, Mapped, Place, Ready, Settings, Unmapped, Written
+from swapckpt.storage.posix import PosixFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from multiprocessing.connection import Connection
+
+    from torch import Tensor
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    from swapckpt.storage.commit import Attempt
+    from swapckpt.storage.datafile import DataFile, PlannedItem
+    from swapckpt.storage.files import Files
+
+_ALIGNMENT = 64
+_POLL_SECS = 0.5
+_EXIT_SECS = 5.0
+
+
+class SharedRange(Protocol):
+    """Memory of this process that another one can map."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def descriptor(self) -> int: ...
+
+
+class ProcessRunner:
+    """Lets a process of its own write data files (a ``Runner`` for ``SwapStorageWriter``).
+
+    What lies in shared memory is written from there; the rest is copied into shared memory first. When the
+    process dies, the save under way fails, and the next one starts another process.
+
+    Call sequence: 1. made; 2. ``run``, once per save, from one thread at a time; 3. ``close``.
+
+    Args:
+        shared: Gives all memory that can be shared now, by address.
+        timeout_secs: Bound of the time in which the process reports nothing.
+
+    Raises:
+        ConfigError: This operating system has no shared memory that only descriptors keep (Linux has).
+    """
+
+    def __init__(self, shared: Callable[[], Sequence[SharedRange]], *, timeout_secs: float) -> None:
+        if sys.platform != "linux":
+            raise ConfigError("A writer process needs Linux (memfd). Use async_mode='async'.")
+        self._shared = shared
+        self.timeout_secs = timeout_secs
+        self.copied_nbytes = 0  # in the last save: of what does not lie in shared memory
+        self._writer = _Writer()
+
+    def run(
+        self,
+        files: Files,
+        attempt: Attempt,
+        rank: int,
+        *,
+        planned: Sequence[Sequence[PlannedItem]],
+        planner: SavePlanner,
+        on_written: Callable[[Tensor], None] | None,
+    ) -> list[DataFile]:
+        """Write and sync all files.
+
+        Raises:
+            StorageError: The process died or did not report in time, or a file could not be written.
+        """
+        if not self._writer.is_alive():
+            self._writer.close()
+            self._writer = _Writer()
+        data = [[planner.resolve_data(item.item) for item in of_file] for of_file in planned]
+        try:
+            return self._run(files, attempt, rank, planned=planned, data=data, on_written=on_written)
+        except (EOFError, ConnectionError) as error:
+            status = self._writer.close()
+            raise StorageError(
+                f"The process that wrote {files.url}/{attempt.folder} ended with status {status}. Nothing of "
+                "this save is visible; the next one starts another process."
+            ) from error
+
+    def _run(
+        self,
+        files: Files,
+        attempt: Attempt,
+        rank: int,
+        *,
+        planned: Sequence[Sequence[PlannedItem]],
+        data: list[list[Tensor | io.BytesIO]],
+        on_written: Callable[[Tensor], None] | None,
+    ) -> list[DataFile]:
+        writer = self._writer
+        places = _Places(self._shared(), data, planned)
+        self.copied_nbytes = places.copied_nbytes
+        writer.share(places.used())
+        local = files if isinstance(files, PosixFiles) else None
+        writer.send(
+            Job(
+                url=files.url,
+                sync=local is None or local.sync,
+                drop_page_cache=local is not None and local.drop_page_cache,
+                attempt=attempt,
+                rank=rank,
+                plan=None if planned is writer.plan else planned,
+                sources=places.sources(writer.numbers),
+            )
+        )
+        writer.plan = planned
+        while True:
+            answer = writer.receive(self.timeout_secs)
+            if isinstance(answer, Done):
+                return list(answer.files)
+            if isinstance(answer, Failed):
+                raise answer.error
+            assert isinstance(answer, Written)
+            for file, at in answer.items:
+                tensor = data[file][at]
+                if on_written is not None and isinstance(tensor, torch.Tensor):
+                    on_written(tensor)
+
+    @property
+    def pid(self) -> int:
+        """The process that writes now."""
+        return self._writer.pid
+
+    def close(self) -> None:
+        """End the process. A save that is under way fails."""
+        self._writer.close()
+
+
+class _Writer:
+    """The process, and what it has been told."""
+
+    def __init__(self) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "swapckpt.storage.worker", str(theirs.fileno())]
+        # Hidden devices: a context there would take device memory. One thread: it shares the trainer's cores.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C is for the trainer, which then ends this one
+        )
+        theirs.close()
+        self._connection: Connection[object, object] = ours
+        self._end = weakref.finalize(self, _end, self._process, ours)
+        self._is_ready = False
+        self._next_number = 0
+        self.numbers: dict[int, int] = {}  # of memory it has mapped, by inode
+        self.plan: Sequence[Sequence[PlannedItem]] | None = None
+        self.send(Settings(dict(fsspec.config.conf)))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, message: object) -> None:
+        self._connection.send(message)
+
+    def share(self, ranges: Iterable[tuple[int, SharedRange]]) -> None:
+        """Let it map what it will need (by inode, which is unique while it has it mapped), and no more."""
+        wanted = dict(ranges)
+        gone = [inode for inode in self.numbers if inode not in wanted]
+        if gone:
+            self.send(Unmapped(tuple(self.numbers.pop(inode) for inode in gone)))
+        for inode, each in wanted.items():
+            if inode not in self.numbers:
+                self.send(Mapped(self._next_number, each.nbytes))
+                send_handle(self._connection, each.descriptor, self._process.pid)
+                self.numbers[inode] = self._next_number
+                self._next_number += 1
+
+    def receive(self, timeout_secs: float) -> object:
+        """Its next answer. Raises EOFError when it is dead, StorageError when it says nothing."""
+        deadline = time.monotonic() + timeout_secs
+        while not self._connection.poll(_POLL_SECS):
+            if time.monotonic() > deadline:
+                self.close()
+                raise StorageError(
+                    f"The writer process reported nothing for {timeout_secs} s and was ended. Nothing of "
+                    "this save is visible."
+                )
+        answer = self._connection.recv()
+        return self.receive(timeout_secs) if isinstance(answer, Ready) else answer
+
+    def close(self) -> int:
+        """End it. Returns its exit status (minus the signal, if one ended it)."""
+        self._end()
+        return self._process.wait()
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection[object, object]) -> None:
+    connection.close()  # it ends by itself when it has nobody to talk to
+    try:
+        process.wait(_EXIT_SECS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _Places:
+    """Where each tensor of a save lies in shared memory, after what did not lie there has been copied."""
+
+    def __init__(
+        self,
+        shared: Sequence[SharedRange],
+        data: Sequence[Sequence[Tensor | io.BytesIO]],
+        planned: Sequence[Sequence[PlannedItem]],
+    ) -> None:
+        self._ranges = list(shared)
+        self._begins = [each.address for each in self._ranges]
+        self._inodes: dict[int, int] = {}  # by address of the range
+        self._used: dict[int, SharedRange] = {}
+        self._found: list[list[tuple[int, int, tuple[int, ...]] | bytes]] = []
+        copies: list[tuple[int, int, Tensor]] = []
+        for file, (of_file, items) in enumerate(zip(data, planned, strict=True)):
+            found: list[tuple[int, int, tuple[int, ...]] | bytes] = []
+            for at, (each, item) in enumerate(zip(of_file, items, strict=True)):
+                if isinstance(each, io.BytesIO):
+                    found.append(each.getvalue())
+                    continue
+                tensor = each.detach()
+                check_storage(tensor, name=item.item.index.fqn)
+                item.check(tensor)
+                if item.frame is None or not is_dense(tensor):
+                    found.append(bytes(saved_tensor(tensor)))
+                    continue
+                place = self._place(tensor)
+                if place is None:
+                    copies.append((file, at, tensor))
+                found.append(place or b"")
+            self._found.append(found)
+        self.copied_nbytes = sum(tensor.nbytes for _, _, tensor in copies)
+        self._scratch = _Scratch([tensor for _, _, tensor in copies])
+        if copies:
+            inode = self._use(self._scratch)
+            for (file, at, tensor), offset in zip(copies, self._scratch.offsets, strict=True):
+                self._found[file][at] = (inode, offset, tuple(tensor.contiguous().stride()))
+
+    def _place(self, tensor: Tensor) -> tuple[int, int, tuple[int, ...]] | None:
+        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+            return None
+        address = tensor.data_ptr()
+        at = bisect.bisect_right(self._begins, address) - 1
+        if at < 0 or address + tensor.nbytes > self._begins[at] + self._ranges[at].nbytes:
+            return None
+        return self._use(self._ranges[at]), address - self._begins[at], tuple(tensor.stride())
+
+    def _use(self, each: SharedRange) -> int:
+        inode = self._inodes.get(each.address)
+        if inode is None:
+            inode = self._inodes[each.address] = os.fstat(each.descriptor).st_ino
+            self._used[inode] = each
+        return inode
+
+    def used(self) -> Iterable[tuple[int, SharedRange]]:
+        """Memory that is needed, by inode."""
+        return self._used.items()
+
+    def sources(self, numbers: dict[int, int]) -> list[list[Place | bytes]]:
+        """What the process is told of each item."""
+        return [
+            [
+                each if isinstance(each, bytes) else Place(numbers[each[0]], each[1], each[2])
+                for each in of_file
+            ]
+            for of_file in self._found
+        ]
+
+
+class _Scratch:
+    """Shared memory with copies of tensors. Freed when this object and the process's mapping are gone."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.offsets: list[int] = []
+        end = 0
+        for tensor in tensors:
+            self.offsets.append(end)
+            end += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+        self.nbytes = max(end, mmap.PAGESIZE)
+        self.descriptor = os.memfd_create("swapckpt-scratch")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, self.nbytes)
+        self._memory = np.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=np.uint8)
+        self.address = int(self._memory.ctypes.data)
+        for tensor, offset in zip(tensors, self.offsets, strict=True):
+            plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+            self._memory[offset : offset + plain.nbytes] = np.frombuffer(bytes_of(plain), dtype=np.uint8)
