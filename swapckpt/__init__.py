@@ -11,6 +11,7 @@ from swapckpt.manager import MemoryStats, StateManager
 from swapckpt.optimizer import is_swapped, recovery, release, swap_optimizer
 from swapckpt.planner import StrictLoadPlanner
 from swapckpt.report import SwapReport
+from swapckpt.settings import Settings, load_settings
 from swapckpt.snapshot import Snapshot
 from swapckpt.trace import Span, Timeline
 
@@ -24,6 +25,7 @@ __all__ = [
     "RngState",
     "SaveHandle",
     "SaveStats",
+    "Settings",
     "Snapshot",
     "Span",
     "StateManager",
@@ -33,6 +35,7 @@ __all__ = [
     "Timeline",
     "errors",
     "is_swapped",
+    "load_settings",
     "recovery",
     "release",
     "swap_optimizer",
