@@ -58,6 +58,10 @@ class SwapConfig:
         state_keys: State keys to swap (for example ``("exp_avg",)``), or None for every eligible tensor.
             A key that the optimizer does not create is an error at adoption.
         min_numel: State tensors with fewer local elements stay where torch put them (>= 0).
+        split_oversized: Step a parameter that is larger than a batch in slices, so that it does not decide
+            how large the staging buffers are. None: for the optimizers of torch that are known to update each
+            element on its own; True: for whatever optimizer this is (you know that it does); False: never.
+        min_slice_numel: No slice has fewer elements than this (>= 1).
         packed: Move one contiguous run per batch (True) or one copy per tensor (False).
         staging_buffers: Device buffers the batches travel through (>= 2). The device holds at most
             ``staging_buffers`` x the largest batch of state during a step.
@@ -87,6 +91,8 @@ class SwapConfig:
     swap_times: int = 16
     state_keys: tuple[str, ...] | None = None
     min_numel: int = 1024
+    split_oversized: bool | None = None
+    min_slice_numel: int = 1 << 18
     packed: bool = True
     staging_buffers: int = 3
     release_staging: bool = True
@@ -101,6 +107,9 @@ class SwapConfig:
         require_int("swap_times", self.swap_times, minimum=1)
         require_int("min_numel", self.min_numel, minimum=0)
         require_int("staging_buffers", self.staging_buffers, minimum=2)
+        require_int("min_slice_numel", self.min_slice_numel, minimum=1)
+        if self.split_oversized is not None:
+            require_bool("split_oversized", self.split_oversized)
         if self.spare_nbytes is not None:
             require_int("spare_nbytes", self.spare_nbytes, minimum=0)
         require_bool("packed", self.packed)
@@ -119,6 +128,11 @@ class SwapConfig:
         if not self.shard_replicas:
             msg = f"replica_group_size={self.replica_group_size} has no effect without shard_replicas=True."
             raise ConfigError(msg)
+
+    @property
+    def smallest_slice_numel(self) -> int:
+        """Elements: smaller state than ``min_numel`` would not be swapped."""
+        return max(self.min_slice_numel, self.min_numel)
 
     def _validate_state_keys(self) -> None:
         keys = cast("object", self.state_keys)  # whatever the caller passed

@@ -26,6 +26,7 @@ from swapckpt.optimizer import (
     swap_of,
     swapped_state,
 )
+from swapckpt.plan import Cut
 from swapckpt.rebinding import Replacement
 from swapckpt.replicas import data_parallel_groups
 from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
@@ -331,6 +332,7 @@ class StateManager:
                 local_of(param),
                 ((key, spec[0]) for key, spec in (view.expected(param) or {}).items() if spec is not None),
                 name=view.name(param),
+                optimizer=_original_class(view.optimizer),
                 config=config,
             )
             for view in self._views
@@ -343,14 +345,19 @@ class StateManager:
             cuts=self._cuts(),
         )
 
-    def _cuts(self) -> list[range]:
+    def _cuts(self) -> list[Cut]:
         """Batches of all adopted optimizers, as ranges over their parameters one after the other."""
-        cuts, end = [], 0
+        cuts: list[Cut] = []
         for swap in self.swaps():
-            for batch in swap.table.batches:
-                cuts.append(range(end, end + len(batch.params)))
-                end += len(batch.params)
+            start = cuts[-1].items.stop if cuts else 0
+            cuts += [
+                Cut(range(start + cut.items.start, start + cut.items.stop), cut.slices) for cut in swap.cuts()
+            ]
         return cuts
 
     def _torch_device(self) -> torch.device:
         return next((param.device for param in self.model.parameters()), torch.device("cpu"))
+
+
+def _original_class(optimizer: Optimizer) -> type[Optimizer]:
+    return swap_of(optimizer).original_class if is_swapped(optimizer) else type(optimizer)

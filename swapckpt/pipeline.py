@@ -23,7 +23,7 @@ from swapckpt.memory import StagingRing
 from swapckpt.plan import Op, OpKind, StepPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -52,20 +52,28 @@ class Pipeline:
         self._events: dict[tuple[OpKind, int], Event] = {}
         self._plan = StepPlan(0, config.staging_buffers)
         self._operations: tuple[Op, ...] = ()
+        self._batches: Sequence[Batch] = ()
         self._largest_nbytes = 0
         self.updates_started = False
 
     def run(
-        self, state: OptimizerState, update: Callable[[Batch], None], *, with_others: bool = False
+        self,
+        state: OptimizerState,
+        update: Callable[[Batch], None],
+        *,
+        batches: Sequence[Batch] | None = None,
+        with_others: bool = False,
     ) -> None:
         """One step. ``update(batch)`` steps the parameters of one batch on the compute stream.
 
-        ``with_others`` says that other ranks send updates meanwhile: whenever it fails, something is torn.
+        ``batches`` are those of the table, or slices in the place of some of them. ``with_others`` says that
+        other ranks send updates meanwhile: whenever it fails, something is torn.
 
         Raises:
             StepError: An allocation, copy or update failed; the cause is chained.
         """
         self.updates_started = with_others
+        self._batches = self._table.batches if batches is None else batches
         self._begin()
         op: Op | None = None
         try:
@@ -87,11 +95,11 @@ class Pipeline:
         self._ring.close(release=self._config.release_staging)
 
     def _begin(self) -> None:
-        device, batches = self._device, self._table.batches
+        device, batches = self._device, self._batches
         if self._plan.num_batches != len(batches):
             self._plan = StepPlan(len(batches), self._config.staging_buffers)
             self._operations = self._plan.operations()
-        self._largest_nbytes = self._table.largest_batch_nbytes
+        self._largest_nbytes = max((batch.staged_nbytes for batch in batches), default=0)
         self._events.clear()
         self._streams = {
             OpKind.LOAD: device.load,
@@ -100,7 +108,7 @@ class Pipeline:
         }
 
     def _submit(self, op: Op, *, state: OptimizerState, update: Callable[[Batch], None]) -> None:
-        stream, batch = self._streams[op.kind], self._table.batches[op.batch]
+        stream, batch = self._streams[op.kind], self._batches[op.batch]
         for dependency in op.after:
             stream.wait(self._events[dependency])
         slot_index = self._plan.buffer_of(op.batch)
@@ -160,18 +168,27 @@ class Pipeline:
         target = self.gate.before_overwrite(segment)
         if target is segment:
             return
-        staying = [tensor for tensor in batch.tensors if tensor.segment is segment]
+        staying = batch.bystanders(segment)  # not offloaded now: their bytes have to come along
+        if staying:
+            self._finish_loads()
         for tensor in staying:
-            if tensor not in batch.moving:  # not offloaded in this step: its bytes have to come along
-                target.bytes(tensor.region).copy_(segment.bytes(tensor.region))
-        self._table.redirect(batch, segment, target, state=state)
+            target.bytes(tensor.region).copy_(segment.bytes(tensor.region))
+        for each in batch.sharing:
+            self._table.redirect(each, segment, target, state=state)
+
+    def _finish_loads(self) -> None:
+        """Host-wait for every load so far: the spare that the host is about to write may have been the mirror
+        of an earlier batch of this step."""
+        loads = [event for (kind, _), event in self._events.items() if kind is OpKind.LOAD]
+        if loads:
+            loads[-1].synchronize(self._config.timeout_secs)
 
     def _drain(self) -> None:
         """Host-wait for every offload, then publish: only now is a mirror known to be written."""
         for (kind, index), event in self._events.items():
             if kind is OpKind.OFFLOAD:
                 event.synchronize(self._config.timeout_secs)
-                self._table.to_host(self._table.batches[index])
+                self._table.to_host(self._batches[index])
 
     def _culprit(self, op: Op, error: Exception) -> tuple[tuple[OpKind, int], Exception]:
         """The operation that failed, and how: a copy reports its failure only to those who wait for it later.
@@ -191,12 +208,12 @@ class Pipeline:
         with suppress(SwapCkptError):
             self._device.reset()
         torn = op is not None and op.kind is OpKind.UPDATE and self.updates_started
-        self._table.abandon(state, torn=self._table.batches[op.batch] if op is not None and torn else None)
+        self._table.abandon(state, torn=self._batches[op.batch] if op is not None and torn else None)
         self._ring.close(release=True)
 
     def _describe(self, failed: tuple[OpKind, int], error: Exception) -> str:
         kind, index = failed
-        names = [entry.name for entry in self._table.batches[index].params]
+        names = [entry.name for entry in self._batches[index].params]
         shown = ", ".join([*names[:4], "..."] if len(names) > 4 else names)
         consequence = (
             "Parameters and state may be partly updated: restore both from a checkpoint."

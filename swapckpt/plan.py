@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from swapckpt.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import torch
 
@@ -149,6 +149,90 @@ def _batch_end(weights: Sequence[int], *, start: int, remaining: int, left: int)
         taken += weights[end]
         end += 1
     return end
+
+
+SLICE_ALIGNMENT = 1024
+"""Elements. Slices begin at multiples of this. Torch's vectorised CPU kernels take up to 32 elements at a
+time and round what is left over differently (measured); only the last slice may end in such a rest."""
+
+
+def cut_slices(numel: int, max_numel: int, *, min_numel: int = 1) -> tuple[range, ...]:
+    """Cut ``numel`` elements into equal aligned ranges of about ``max_numel``, but at least ``min_numel``.
+
+    A single range means: not worth cutting.
+    """
+    wanted = max(1, -(-numel // max(1, max_numel)))
+    size = align_up(max(-(-numel // wanted), min_numel, 1), SLICE_ALIGNMENT)
+    starts = list(range(0, max(1, numel), size))
+    if len(starts) > 1 and numel - starts[-1] < min_numel:
+        starts.pop()
+    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], numel], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One parameter, as batches are cut: what it costs, and whether it may be stepped in slices."""
+
+    numel: int
+    nbytes: int
+    divisible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A batch: consecutive items, or the slices of a single one (ranges of elements)."""
+
+    items: range
+    slices: tuple[range, ...] = ()
+
+
+def cut_batches(items: Sequence[Item], max_batches: int, *, min_slice_numel: int = 1) -> tuple[Cut, ...]:
+    """Batches as ``partition`` makes them, with divisible items that are larger than a batch in slices.
+
+    Where there are such items, no batch costs more than a ``max_batches``-th of all items, or than its only
+    item; so there may be up to twice as many batches.
+    """
+    costs = [item.nbytes for item in items]
+    budget = max(1, -(-sum(costs) // max(1, max_batches)))
+    slices = {
+        index: ranges
+        for index, item in enumerate(items)
+        if item.divisible and item.nbytes > budget
+        if len(
+            ranges := cut_slices(item.numel, item.numel * budget // item.nbytes, min_numel=min_slice_numel)
+        )
+        > 1
+    }
+    if not slices:
+        return tuple(Cut(cut) for cut in partition(costs, max_batches)) if items else ()
+    cuts: list[Cut] = []
+    start = 0
+    for index in (*slices, len(items)):
+        cuts += [Cut(cut) for cut in _filled(costs, range(start, index), budget)]
+        if index < len(items):
+            cuts.append(Cut(range(index, index + 1), slices[index]))
+        start = index + 1
+    return tuple(cuts)
+
+
+def _filled(costs: Sequence[int], items: range, budget: int) -> Iterator[range]:
+    """Consecutive ranges, each as long as its costs stay within the budget (one item is always taken)."""
+    start, taken = items.start, 0
+    for index in items:
+        if index > start and taken + costs[index] > budget:
+            yield range(start, index)
+            start, taken = index, 0
+        taken += costs[index]
+    if start < items.stop:
+        yield range(start, items.stop)
+
+
+def cut_nbytes(cut: Cut, items: Sequence[Item]) -> int:
+    """Bytes of the parameters that one batch of ``cut`` steps at a time."""
+    if not cut.slices:
+        return sum(items[index].nbytes for index in cut.items)
+    item = items[cut.items.start]
+    return max(map(len, cut.slices)) * item.nbytes // item.numel
 
 
 class OpKind(Enum):

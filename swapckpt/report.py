@@ -5,19 +5,22 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 
 from swapckpt.memory import HostArena
-from swapckpt.plan import Op, OpKind, StepPlan, align_up, lay_out, partition
+from swapckpt.plan import Cut, Item, Op, OpKind, StepPlan, align_up, cut_batches, lay_out
 from swapckpt.precision import MASTER_DTYPE, is_low_precision
 from swapckpt.state import ineligibility
+from swapckpt.update import why_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from swapckpt.config import SwapConfig
     from swapckpt.device import Device
@@ -35,6 +38,13 @@ class ParamFootprint:
     swapped_nbytes: int
     resident: tuple[tuple[str, int], ...] = ()  # (reason, bytes)
     master_grad_nbytes: int = 0  # of its gradient as fp32, while its master is stepped
+    numel: int = 0
+    why_whole: str | None = None  # None: stepped in slices where it is larger than a batch
+
+    @property
+    def item(self) -> Item:
+        """What batches are cut by."""
+        return Item(self.numel, self.nbytes, self.why_whole is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,8 @@ class SwapReport:
     step_secs: float
     resident: tuple[tuple[str, int, int], ...]  # (reason, number of tensors, bytes)
     master_grads_peak_nbytes: int = 0  # fp32 gradients of a batch whose masters are stepped
+    num_sliced: int = 0  # parameters larger than a batch that are stepped in slices
+    oversized: tuple[tuple[str, str, int], ...] = ()  # stepped whole: (name, reason, bytes of its batch)
 
     def __str__(self) -> str:
         lines = [
@@ -71,6 +83,12 @@ class SwapReport:
             f"largest batch              {format_nbytes(self.largest_batch_nbytes)}",
             f"largest parameter          {format_nbytes(self.largest_param_nbytes)}: {self.largest_param}",
             f"transfers per step         {self.step_secs:.3g} s at {self.gbps:.3g} GB/s in each direction",
+        ]
+        if self.num_sliced:
+            lines.append(f"stepped in slices          {self.num_sliced} parameters larger than a batch")
+        lines += [
+            f"stepped whole              {name}: {format_nbytes(nbytes)} in one batch, since {reason}"
+            for name, reason, nbytes in self.oversized
         ]
         lines += [
             f"stays where it is          {format_nbytes(nbytes)} in {count} tensors: {reason}"
@@ -89,10 +107,16 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def footprint(
-    param: Tensor, specs: Iterable[tuple[str, TensorSpec]], *, name: str, config: SwapConfig
+    param: Tensor,
+    specs: Iterable[tuple[str, TensorSpec]],
+    *,
+    name: str,
+    optimizer: type[Optimizer],
+    config: SwapConfig,
 ) -> ParamFootprint:
     """Sort the state of one parameter (key and local geometry) into swapped and resident."""
     swapped, resident = 0, []
+    whole = why_whole(optimizer, param, config)
     for key, spec in specs:
         standin = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
         reason = ineligibility(standin, key=key, config=config, device=standin.device)
@@ -100,18 +124,29 @@ def footprint(
             swapped += align_up(spec.nbytes)
         else:
             resident.append((reason, spec.nbytes))
+        is_scalar, is_swapped = spec.numel <= 1, reason is None
+        if is_scalar == is_swapped or (is_swapped and spec.shape != tuple(param.shape)):
+            whole = whole or f"its {key} cannot be divided"
     has_master = config.master_weights and is_low_precision(param)
     grad_nbytes = param.numel() * MASTER_DTYPE.itemsize if has_master else 0
-    return ParamFootprint(name, param.nbytes, swapped, tuple(resident), grad_nbytes)
+    return ParamFootprint(name, param.nbytes, swapped, tuple(resident), grad_nbytes, param.numel(), whole)
 
 
 def build_report(
-    footprints: Sequence[ParamFootprint], config: SwapConfig, *, gbps: float, cuts: Sequence[range] = ()
+    footprints: Sequence[ParamFootprint], config: SwapConfig, *, gbps: float, cuts: Sequence[Cut] = ()
 ) -> SwapReport:
     """Figures for one rank. ``cuts`` are the batches of an adopted optimizer; default those it would get."""
-    cuts = cuts or partition([each.nbytes for each in footprints], config.swap_times)
-    batches = [sum(each.swapped_nbytes for each in footprints[cut.start : cut.stop]) for cut in cuts]
-    grads = [sum(each.master_grad_nbytes for each in footprints[cut.start : cut.stop]) for cut in cuts]
+    items = [each.item for each in footprints]
+    cuts = cuts or cut_batches(items, config.swap_times, min_slice_numel=config.smallest_slice_numel)
+    batches = [nbytes for cut in cuts for nbytes in _parts(cut, footprints, attrgetter("swapped_nbytes"))]
+    grads = [nbytes for cut in cuts for nbytes in _parts(cut, footprints, attrgetter("master_grad_nbytes"))]
+    budget_nbytes = -(-sum(item.nbytes for item in items) // config.swap_times)
+    oversized = [
+        (each.name, each.why_whole, each.swapped_nbytes)
+        for each in footprints
+        if each.why_whole is not None and each.nbytes > budget_nbytes
+        if each.swapped_nbytes and each.numel >= 2 * config.smallest_slice_numel
+    ]
     largest = max(footprints, key=lambda each: each.swapped_nbytes, default=ParamFootprint("none", 0, 0))
     resident: dict[str, list[int]] = defaultdict(list)
     for each in footprints:
@@ -131,9 +166,23 @@ def build_report(
         largest_param_nbytes=largest.swapped_nbytes,
         gbps=gbps,
         step_secs=StepPlan(len(batches), config.staging_buffers).makespan_secs(duration_secs),
+        num_sliced=sum(bool(cut.slices) for cut in cuts),
+        oversized=tuple(oversized),
         master_grads_peak_nbytes=max(grads, default=0),
         resident=tuple((reason, len(sizes), sum(sizes)) for reason, sizes in sorted(resident.items())),
     )
+
+
+def _parts(
+    cut: Cut, footprints: Sequence[ParamFootprint], nbytes_of: Callable[[ParamFootprint], int]
+) -> list[int]:
+    """Bytes of every batch that ``cut`` is run as."""
+    chosen = footprints[cut.items.start : cut.items.stop]
+    total = sum(nbytes_of(each) for each in chosen)
+    if not cut.slices:
+        return [total]
+    (sliced,) = chosen
+    return [total * len(elements) // sliced.numel for elements in cut.slices]
 
 
 def measure_gbps(device: Device, *, nbytes: int = _PROBE_NBYTES, timeout_secs: float = 60.0) -> float:

@@ -146,6 +146,20 @@ class Batch:
         """Bytes of staging that this batch needs."""
         return sum(segment.nbytes for segment in self.segments)
 
+    @property
+    def completes(self) -> list[Tensor]:
+        """Parameters that this batch is the last one to step."""
+        return [entry.param for entry in self.params]
+
+    @property
+    def sharing(self) -> Sequence[Batch]:
+        """Everything whose tensors lie in the segments of this batch: what a redirect concerns."""
+        return (self,)
+
+    def bystanders(self, segment: HostSegment) -> list[StateTensor]:
+        """Tensors in ``segment`` that this batch is not about to write: a redirect has to copy them."""
+        return [each for each in self.tensors if each.segment is segment and each not in self.moving]
+
     def creates_state(self, state: OptimizerState) -> bool:
         """True when an active parameter has no state at all, so that its update will create some.
 
@@ -156,6 +170,32 @@ class Batch:
             or (entry.has_master and MASTER not in state[entry.param])
             for entry in self.active
         )
+
+
+@dataclass(slots=True, eq=False)
+class Slice(Batch):
+    """A range of elements of one oversized parameter, as a batch of its own for one step.
+
+    Its only parameter is a view of the range, and its tensors are ranges of the mirrors of ``family[0]``, the
+    batch of the whole parameter; the other members are all slices of it.
+    """
+
+    family: list[Batch] = field(default_factory=list)
+
+    @property
+    def staged_nbytes(self) -> int:
+        return sum(align_up(tensor.region.nbytes) for tensor in self.tensors)
+
+    @property
+    def completes(self) -> list[Tensor]:
+        return self.family[0].completes if self.family[-1] is self else []
+
+    @property
+    def sharing(self) -> Sequence[Batch]:
+        return self.family
+
+    def bystanders(self, segment: HostSegment) -> list[StateTensor]:
+        return [each for each in self.family[0].tensors if each.segment is segment]
 
 
 def ineligibility(tensor: object, *, key: str, config: SwapConfig, device: torch.device) -> str | None:
@@ -233,11 +273,12 @@ class StateTable:
         self.entries: dict[Tensor, ParamState] = {}
         self.batches: list[Batch] = []
 
-    def add(self, params: Sequence[tuple[str, Tensor, int]], cuts: Iterable[range]) -> None:
-        """Append parameters ``(name, parameter, group index)`` as new batches.
+    def add(self, params: Sequence[tuple[str, Tensor, int]], cuts: Iterable[range]) -> list[Batch]:
+        """Append parameters ``(name, parameter, group index)`` as new batches, which are returned.
 
         Batches that exist keep their place: a layout never moves.
         """
+        known = len(self.batches)
         for cut in cuts:
             batch = Batch(len(self.batches), [], Shadow(self._arena))
             for name, param, group in params[cut.start : cut.stop]:
@@ -246,6 +287,7 @@ class StateTable:
                 self.entries[param] = entry
                 batch.params.append(entry)
             self.batches.append(batch)
+        return self.batches[known:]
 
     def keep(self, live: Mapping[Tensor, int], state: OptimizerState) -> None:
         """Let batches hold the parameters of ``live`` (with their group index), each in its own place.

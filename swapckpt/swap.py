@@ -18,13 +18,14 @@ from swapckpt.fence import Gate, LeasingGate
 from swapckpt.masters import masters_of
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
-from swapckpt.plan import partition
+from swapckpt.plan import Cut, Item, cut_batches, cut_nbytes
 from swapckpt.replicas import Replicas
-from swapckpt.state import StateTable
-from swapckpt.update import BatchedUpdate, refuse_flags, refuse_joint_steps, unhooked_step
+from swapckpt.slices import SlicedParam
+from swapckpt.state import Slice, StateTable
+from swapckpt.update import BatchedUpdate, refuse_flags, refuse_joint_steps, unhooked_step, why_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -83,6 +84,7 @@ class Swap:
         self.load_hooks: list[RemovableHandle] = []
         self._subsets: list[list[tuple[int, list[Tensor]]]] = []
         self._known_groups: list[list[Tensor]] = []
+        self._sliced: dict[int, SlicedParam] = {}  # by the index of their batch
         self._budget_nbytes = 0
         self._pid = os.getpid()
 
@@ -156,17 +158,30 @@ class Swap:
             del self.names[param]  # a name must not keep a parameter that is gone
 
     def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
-        costs = [local_of(param).nbytes for param in fresh]
-        total = sum(costs)
+        items = [
+            Item(local.numel(), local.nbytes, why_whole(self.original_class, local, self.config) is None)
+            for local in map(local_of, fresh)
+        ]
         if self._budget_nbytes == 0:
             max_batches = self.config.swap_times
         else:  # later additions: as many batches as keep them no larger than the first ones
-            max_batches = max(1, -(-total // self._budget_nbytes))
-        cuts = partition(costs, max_batches) if fresh else ()
+            max_batches = max(1, -(-sum(item.nbytes for item in items) // self._budget_nbytes))
+        cuts = cut_batches(items, max_batches, min_slice_numel=self.config.smallest_slice_numel)
         named = [(self._name(optimizer, param, groups[param]), param, groups[param]) for param in fresh]
-        self.table.add(named, cuts)
-        largest = max((sum(costs[cut.start : cut.stop]) for cut in cuts), default=0)
+        for cut, batch in zip(cuts, self.table.add(named, [cut.items for cut in cuts]), strict=True):
+            if cut.slices:
+                self._sliced[batch.index] = SlicedParam(self.table, batch, cut.slices, config=self.config)
+        largest = max((cut_nbytes(cut, items) for cut in cuts), default=0)
         self._budget_nbytes = max(self._budget_nbytes, largest)
+
+    def cuts(self) -> Iterator[Cut]:
+        """The batches that there are, as ranges over the parameters one after the other."""
+        end = 0
+        for batch in self.table.batches:
+            items = range(end, end + len(batch.params))
+            sliced = self._sliced.get(batch.index)
+            yield Cut(items, sliced.ranges if sliced is not None and batch.params else ())
+            end = items.stop
 
     def rebind(self, optimizer: Optimizer, new_of: Mapping[Tensor, Tensor]) -> None:
         """Let new parameters take the place of old ones, whose groups they are in already."""
@@ -271,7 +286,7 @@ class Swap:
             raise GradientError(msg)
 
     def _update(self, optimizer: Optimizer, update: BatchedUpdate, batch: Batch) -> None:
-        subset = self._subsets[batch.index]
+        subset = self._subset(batch)
         if not self.config.master_weights:
             update.run(subset)
             return
@@ -281,6 +296,7 @@ class Swap:
     def _run(self, optimizer: Optimizer) -> None:
         self.phase = Phase.STEPPING
         sharing = self.sharing
+        self.pipeline.updates_started = sharing is not None
         try:
             with (
                 sharing.together() if sharing is not None else nullcontext(),
@@ -291,17 +307,42 @@ class Swap:
                 def step_batch(batch: Batch) -> None:
                     self._update(optimizer, update, batch)
                     if sharing is not None:
-                        sharing.advance(entry.param for entry in batch.params)
+                        sharing.advance(batch.completes)
 
-                self.pipeline.run(optimizer.state, step_batch, with_others=sharing is not None)
+                batches = self._batches(optimizer)
+                self.pipeline.run(
+                    optimizer.state, step_batch, batches=batches, with_others=sharing is not None
+                )
+                for sliced in self._sliced.values():
+                    sliced.finish(optimizer.state)
                 if sharing is not None and not self.table.batches:  # group fields advance here too
                     update.run([(group, []) for group in range(len(optimizer.param_groups))])
         except BaseException as error:
+            for sliced in self._sliced.values():
+                sliced.abandon(optimizer.state)
             self.phase = Phase.IDLE
             if self.pipeline.updates_started:
                 self.fail(error)
             raise
         self.phase = Phase.IDLE
+
+    def _batches(self, optimizer: Optimizer) -> list[Batch]:
+        """What to run in this step: the table's batches, slices in the place of oversized parameters."""
+        if not self._sliced:
+            return self.table.batches
+        batches: list[Batch] = []
+        for batch in self.table.batches:
+            sliced = self._sliced.get(batch.index)
+            batches += [batch] if sliced is None else sliced.begin(optimizer, self.original_step)
+        return batches
+
+    def _subset(self, batch: Batch) -> list[tuple[int, list[Tensor]]]:
+        """The groups to narrow, and to which parameters."""
+        subset = self._subsets[batch.index]
+        if not isinstance(batch, Slice):
+            return subset
+        (entry,) = batch.params
+        return [(group, [entry.param] if group == entry.group else []) for group, _ in subset]
 
     def offload_existing(self, optimizer: Optimizer) -> None:
         """Move state that exists already into mirrors. On failure the bindings are as before."""

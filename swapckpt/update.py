@@ -16,6 +16,7 @@ import torch
 
 from swapckpt._torch import StepFunction, spec_of, version_of
 from swapckpt.errors import UnsupportedOptimizerError
+from swapckpt.precision import is_low_precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from swapckpt.config import SwapConfig
 
 Group = dict[str, object]
 Fields = MutableMapping[object, object]
@@ -62,6 +65,40 @@ def unhooked_step(optimizer: Optimizer) -> StepFunction:
     # Torch wraps the step of every class it constructs; one level is its hook wrapper.
     step = cast("StepFunction", cls.step)
     return cast("_HookedStep", step).__wrapped__ if hasattr(step, "hooked") else step
+
+
+_ELEMENTWISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Exactly these update each element from itself and scalars alone; a subclass may do anything."""
+
+
+def why_whole(cls: type[Optimizer], param: Tensor, config: SwapConfig) -> str | None:
+    """Why a parameter is stepped whole, however large it is; None if it may be stepped in slices.
+
+    ``param`` is a local shard.
+    """
+    if config.split_oversized is False:
+        return "split_oversized=False"
+    if not param.is_contiguous():
+        return "it is not contiguous"
+    if config.split_oversized is None:
+        if cls not in _ELEMENTWISE:
+            return f"{cls.__name__} is not known to update each element on its own"
+        if param.device.type == "cpu" and not config.master_weights and is_low_precision(param):
+            # Torch's own bits depend on how its threads divide the elements among themselves (measured).
+            return f"{param.dtype} on the CPU rounds by how threads divide the work"
+    return None
 
 
 def refuse_flags(optimizer: Optimizer) -> None:

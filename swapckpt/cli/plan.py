@@ -135,6 +135,7 @@ def plan_report(request: PlanRequest, *, gbps: float) -> SwapReport:
             shard,
             [(key, state.spec) for key, state in templates[shard].items() if state.spec is not None],
             name=name,
+            optimizer=type(optimizer),
             config=request.config,
         )
         for name, shard in shards

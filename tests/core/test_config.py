@@ -32,6 +32,11 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in ("exp_avg", ("exp_avg", ""), ("exp_avg", 1), 7, {"exp_avg"})
     ),
     *(("master_weights", value, "master_weights must be True or False") for value in (1, "yes", None)),
+    *(("split_oversized", value, "split_oversized must be True or False") for value in (1, "auto")),
+    *(
+        ("min_slice_numel", value, "min_slice_numel must be an integer >= 1")
+        for value in (0, 1.0, True, None)
+    ),
     *(("shard_replicas", value, "shard_replicas must be True or False") for value in (1, "yes", None)),
     *(
         ("replica_group_size", value, "replica_group_size must be an integer >= 1")
@@ -71,6 +76,9 @@ RIGHT: list[tuple[str, Any]] = [
     ("timeout_secs", 1),
     ("timeout_secs", 0.001),
     ("master_weights", True),
+    ("split_oversized", None),
+    ("split_oversized", False),
+    ("min_slice_numel", 1),
     ("shard_replicas", True),
     ("replica_group_size", None),
     ("replica_bucket_nbytes", 512),

@@ -20,7 +20,7 @@ from tests.core.devices import FailingDevice
 from tests.core.training import Recipe, Twins, always, bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from swapckpt import Snapshot
 
@@ -110,6 +110,52 @@ def snapshots_are_ordered(spare_nbytes: int, *, by_tensor: bool) -> None:
     detector.check()
 
 
+class Releasing(torch.optim.AdamW):
+    """Calls ``release`` in its third call, once."""
+
+    release: Callable[[], None] | None = None
+    _num_calls = 0
+
+    def step(self, closure: object = None) -> object:  # type: ignore[override]
+        self._num_calls += 1
+        if self.release is not None and self._num_calls == 3:
+            self.release()
+        return super().step(closure)  # type: ignore[arg-type]
+
+
+def a_spare_is_written_by_the_host_within_the_step() -> None:
+    """Race detector: two parameters in two slices each. The mirrors of the first are redirected, released by
+    their reader, and become the spare of the second, into which the host copies what is not stepped yet."""
+    detector = RaceDetector()
+    device = CheckedDevice(detector, CpuDevice("inline"))
+    recipe = Recipe(cls=Releasing, options={"foreach": False}, shapes=((64, 64), (64, 64)))
+    settings = config(spare_nbytes=1 << 30, min_slice_numel=1, split_oversized=True)
+    twins = Twins(recipe, settings, device)  # type: ignore[arg-type]
+    manager = StateManager(nn.ParameterList(twins.params), twins.swapped)
+    swapped = twins.swapped
+    assert isinstance(swapped, Releasing)
+    with detector.watching():
+        twins.step(2)
+        snapshot = manager.snapshot()
+        state = snapshot.state_dict["state"]
+        assert isinstance(state, dict)
+        first = swap_of(swapped).table.batches[0].segments
+
+        def release() -> None:
+            for tensor in tensors(state["0"]):
+                snapshot.written(tensor)
+
+        before = list(first)
+        swapped._num_calls, swapped.release = 0, release
+        twins.step()
+        snapshot.close()
+        assert swap_of(swapped).table.batches[1].segments == before, "the spare was not used again"
+        swapped.release = None
+        twins.step()
+    twins.check()
+    detector.check()
+
+
 def _read(
     detector: RaceDetector,
     snapshot: Snapshot,
@@ -192,6 +238,7 @@ def run_all() -> None:
     for spare_nbytes in (0, 1 << 30):
         for by_tensor in (True, False):
             snapshots_are_ordered(spare_nbytes, by_tensor=by_tensor)
+    a_spare_is_written_by_the_host_within_the_step()
     for policy, seed in (("lazy", 0), ("random", 0), ("random", 1), ("random", 2), ("thread", 0)):
         values_are_right(policy, seed)
     for policy in ("inline", "thread", "lazy"):
