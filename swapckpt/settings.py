@@ -1,4 +1,4 @@
-"""Settings from a TOML file, the trainer's own or one beside it, by the names of the configuration classes."""
+"""Settings from a TOML file, the trainer's or one of its own, by the names of the configuration classes."""
 
 from __future__ import annotations
 

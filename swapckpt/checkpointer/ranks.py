@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from swapckpt.errors import CheckpointError, SwapCkptError, listing
@@ -44,10 +45,21 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, timeout_secs: float) -> None:
         self.group: dist.ProcessGroup | None = None
+        self._training: dist.ProcessGroup | None = None  # for the training thread, while ``group`` is in use
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             members = None if process_group is None else dist.get_process_group_ranks(process_group)
-            self.group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_secs))
+
+            def new_group() -> dist.ProcessGroup:
+                made = dist.new_group(
+                    members,
+                    backend="gloo",
+                    timeout=timedelta(seconds=timeout_secs),
+                    use_local_synchronization=members is not None,  # other ranks do not come here
+                )
+                return cast("dist.ProcessGroup", made)
+
+            self.group, self._training = new_group(), new_group()
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     @property
@@ -93,18 +105,32 @@ class Ranks:
             raise said.error from error
         return cast("T", said.value)
 
+    def any(self, flag: bool) -> bool:  # noqa: FBT001 - it is the subject
+        """True on all ranks when it is on one. (training thread, at any time)"""
+        if self._training is None:
+            return flag
+        count = torch.tensor(int(flag))
+        try:
+            dist.all_reduce(count, group=self._training)
+        except RuntimeError as lost:
+            raise self.lost("Asking whether a save is under way", lost) from lost
+        return bool(count)
+
     @staticmethod
     def lost(what: str, error: BaseException) -> CheckpointError:
         """The error to raise when a collective call failed."""
         return CheckpointError(f"{what}: a rank is gone or does not answer in time ({error}).")
 
-    def close(self) -> None:
-        """Leave together: a rank that goes while others still talk makes them fail."""
-        if self.group is not None:
-            with suppress(RuntimeError):  # a rank may be gone already; this one has nothing to say to it
-                dist.barrier(self.group)
-            dist.destroy_process_group(self.group)
-            self.group = None
+    def close(self, *, together: bool = True) -> None:
+        """Leave. ``together``: when all ranks do; one that goes while others still talk makes them fail."""
+        for group in (self.group, self._training):
+            if group is None:
+                continue
+            if together:
+                with suppress(RuntimeError):  # a rank may be gone already; this one has nothing to say to it
+                    dist.barrier(group)
+            dist.destroy_process_group(group)
+        self.group = self._training = None
 
 
 def unwrapped(failure: CheckpointException, *, what: str) -> SwapCkptError:

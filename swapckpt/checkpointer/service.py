@@ -118,6 +118,8 @@ class Checkpointer:
         ]
         self._handle: SaveHandle | None = None
         self._is_closed = False
+        has_accelerator = torch.accelerator.is_available()
+        self._device_index = torch.accelerator.current_device_index() if has_accelerator else None
         self._ranks = Ranks(process_group, timeout_secs=self.config.timeout_secs)
         self._loader = Loader(
             self._files,
@@ -232,6 +234,8 @@ class Checkpointer:
     ) -> SaveStats:
         """Everything of a save behind the capture. (all ranks, on the thread of the save)"""
         what, begin = f"Saving step {step}", time.perf_counter()
+        if self._device_index is not None:  # a new thread is on the first device
+            torch.accelerator.set_device_index(self._device_index)
         try:
             if error is None:
                 error = self._staging_error()
@@ -242,7 +246,7 @@ class Checkpointer:
             self._release()
         if self._ranks.is_coordinator:
             retire(self._files, self.config)
-        if self.config.empty_cache_after_save and torch.accelerator.is_available():
+        if self.config.empty_cache_after_save and self._device_index is not None:
             torch.accelerator.empty_cache()
         write_secs = time.perf_counter() - begin - staged_secs
         return SaveStats(step, self._writer.written_nbytes, staged_secs, write_secs)
@@ -282,7 +286,8 @@ class Checkpointer:
         handle = self._handle
         if handle is None:
             return
-        if on_busy == "raise" and not handle.done():
+        # Asked of all ranks: some may be done already, and would wait for those that are not.
+        if on_busy == "raise" and self._ranks.any(not handle.done()):
             raise SaveInProgressError(
                 f"Step {handle.step} is still being saved. Wait for it, or use on_busy='wait'."
             )
@@ -297,6 +302,9 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save that is under way, leave the other ranks, and let go of the optimizers. (all
         ranks) Raises the failure of that save. Closing twice does nothing."""
+        self._close(together=True)
+
+    def _close(self, *, together: bool) -> None:
         if self._is_closed:
             return
         self._is_closed = True
@@ -307,7 +315,7 @@ class Checkpointer:
                 fence.remove()
             if self.runner is not None:
                 self.runner.close()
-            self._ranks.close()
+            self._ranks.close(together=together)
 
     def _require_open(self, action: str) -> None:
         if self._is_closed:
@@ -322,8 +330,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        try:  # the error inside is the one to see
-            self.close()
+        try:  # the error inside is the one to see, and other ranks may not come here
+            self._close(together=False)
         except Exception:
             logger.exception("Closing the checkpointer after an error failed too.")
 
@@ -358,7 +366,8 @@ class Checkpointer:
             UnsafePickleError: It asks for code.
         """
         self._require_open("load")
-        self.wait()
+        if self._handle is not None:
+            self._handle.settle()  # its failure stays for the next save, wait or close
         self._staging.fence()
         found: list[int] = []
         error: BaseException | None = None
