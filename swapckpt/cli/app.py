@@ -14,6 +14,7 @@ from rich.console import Console
 from swapckpt.cli.convert import convert
 from swapckpt.cli.demo import demo
 from swapckpt.cli.diff import diff
+from swapckpt.cli.doctor import doctor
 from swapckpt.cli.inspect import inspect
 from swapckpt.cli.ls import ls
 from swapckpt.cli.plan import plan
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, plan, ls, inspect, verify, diff, convert, prune, version):
+for verb in (demo, plan, ls, inspect, verify, diff, convert, prune, doctor, version):
     app.command()(verb)
 
 

@@ -38,6 +38,10 @@ LONG_RUN_NBYTES = 64 << 10
 """Runs of wanted bytes from this length on are read one by one, shorter ones with what lies between."""
 
 
+TORN = " Destinations may have been overwritten in part."
+"""What an error of a read into a destination adds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """The part of a saved tensor that is wanted: where it begins, and its shape."""
@@ -309,8 +313,7 @@ class _Reading:
         for n, at in enumerate(range(0, len(view), self._block_nbytes), start=first):
             if crc32(view[at : at + self._block_nbytes]) != self._blocks[n]:
                 raise CorruptCheckpointError(
-                    f"{self._item.name}: block {n} of {len(self._blocks)} contradicts its checksum. "
-                    "Destinations may have been overwritten in part."
+                    f"{self._item.name}: block {n} of {len(self._blocks)} contradicts its checksum.{TORN}"
                 )
 
     def _direct(self, start: int, view: memoryview) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from zlib_ng.zlib_ng import crc32
 
 from swapckpt.errors import CorruptCheckpointError, StorageError
-from swapckpt.storage.fetch import SavedItem, check_stock_item, read_blocks
+from swapckpt.storage.fetch import TORN, SavedItem, check_stock_item, read_blocks
 from swapckpt.storage.opened import open_checkpoint, wrong_lengths
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _check_file(
             try:
                 _check_item(checkpoint, source, index, place)
             except (CorruptCheckpointError, StorageError) as error:
-                problems.append(Problem(name, index.fqn, str(error)))
+                problems.append(Problem(name, index.fqn, str(error).removesuffix(TORN)))
             if on_progress is not None:
                 on_progress(place.length)
     return problems

@@ -43,8 +43,8 @@ class Location:
 
 def kind_of(url: str) -> Kind:
     """What is at ``url``. A checkpoint is one also between the two renames of an overwrite."""
-    names = _names(url)
-    if METADATA in names:
+    inside = _entries(open_files(url))
+    if any(entry.name == METADATA for entry in inside):
         return Kind.CHECKPOINT
     try:
         parent, name = split_url(url)
@@ -52,30 +52,24 @@ def kind_of(url: str) -> Kind:
         return Kind.FOLDER
     above = open_files(parent)
     # Stores list nothing for a file, and for what does not exist.
-    entry = None if names else _entry(above, name)
+    beside = [] if inside else _entries(above)
+    entry = next((each for each in beside if each.name == name), None)
     if entry is not None and not entry.is_folder:
         return Kind.FILE
-    if located(above, name) is not None:
+    if (inside or beside) and located(above, name) is not None:
         return Kind.CHECKPOINT
-    return Kind.FOLDER if names or entry is not None else Kind.NOTHING
+    return Kind.FOLDER if inside or entry is not None else Kind.NOTHING
 
 
-def _entry(files: Files, name: str) -> Entry | None:
+def _entries(files: Files) -> list[Entry]:
+    """What is in a folder; nothing where it is none."""
     try:
-        return next((entry for entry in files.entries("") if entry.name == name), None)
+        return files.entries("")
     except FileNotFoundError:
-        return None
-
-
-def _names(url: str) -> set[str]:
-    """Of what is in a folder."""
-    try:
-        return {entry.name for entry in open_files(url).entries("")}
-    except FileNotFoundError:
-        return set()
+        return []
     except StorageError as error:
         if isinstance(error.__cause__, NotADirectoryError):
-            return set()
+            return []
         raise
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_help_lists_the_verbs(cli: Cli) -> None:
     result = cli("--help")
     assert result.code == 0
-    for verb in ("demo", "plan", "ls", "inspect", "verify", "diff", "convert", "prune", "version"):
+    for verb in ("demo", "plan", "ls", "inspect", "verify", "diff", "convert", "prune", "doctor", "version"):
         assert f" {verb} " in result.stdout
     assert not [line for line in result.stdout.splitlines() if len(line) > 80]
 
@@ -55,7 +55,7 @@ def test_wrong_setting_is_one_message_and_code_2(cli: Cli) -> None:
     )
 
 
-@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "diff", "convert", "prune"])
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "diff", "convert", "prune", "doctor"])
 def test_help_of_a_verb_says_how_it_ends(cli: Cli, verb: str) -> None:
     result = cli(verb, "--help")
     assert result.code == 0
