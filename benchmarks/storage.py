@@ -8,11 +8,7 @@ of 8 ranks needs of each tensor that one rank saved. All that is compared runs i
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -20,6 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks._harness import Ratio, Timing, finish, interleave, millis, parser, print_load, print_table
 from benchmarks._pagecache import cached_nbytes, drop
@@ -33,15 +33,12 @@ from benchmarks._storage import (
     raw_read,
     raw_write,
 )
+from swapckpt.storage import open_checkpoint, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks._storage import State
-
 RANKS, RANK = 8, 3
-
-Figures = dict[str, float]
 
 
 def shapes(*, quick: bool) -> list[tuple[int, ...]]:
@@ -84,7 +81,9 @@ def measure_saves(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str
         "safetensors": saver.safetensors,
     }
     # What is deleted must not be trimmed while the next one is timed.
-    timings = interleave(cases, repetitions=repetitions, warm_ups=1, before=lambda _: saver.next_folder())
+    timings = interleave(
+        cases, repetitions=repetitions, warm_ups=min(1, repetitions - 1), before=lambda _: saver.next_folder()
+    )
     print_timings("durable save", timings, mirrors.nbytes)
     saver.next_folder()
     memory = peak_nbytes(saver.ours)
@@ -124,7 +123,7 @@ def measure_loads(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str
             "stock": lambda: load_stock(state, stock),
         },
         repetitions=repetitions,
-        warm_ups=1,
+        warm_ups=min(1, repetitions - 1),
         before=lambda _: drop(every),
     )
     print_timings("cold load, ours verified", cold, mirrors.nbytes)
@@ -135,7 +134,7 @@ def measure_loads(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str
     warm = interleave(
         {"ours": lambda: load_ours(state, stock), "stock": lambda: load_stock(state, stock)},
         repetitions=repetitions,
-        warm_ups=1,
+        warm_ups=min(1, repetitions - 1),
         before=lambda _: [path.read_bytes() for path in files_of(stock)],
     )
     print_timings("warm load of what stock wrote", warm, mirrors.nbytes)
@@ -153,56 +152,35 @@ def measure_loads(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str
 
 
 def measure_parts(ours: Path, stock: Path, every: Sequence[Path], *, repetitions: int) -> dict[str, Ratio]:
-    runs: dict[str, list[Figures]] = {"ours": [], "stock": []}
-    for _ in range(repetitions):
-        for way, folder in (("ours", ours), ("stock", stock)):
-            drop(every)
-            command = [sys.executable, "-m", "benchmarks.storage", "--part-of", str(folder), "--way", way]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            runs[way].append(json.loads(done.stdout))
-    medians = {
-        way: {name: statistics.median(run[name] for run in each) for name in each[0]}
-        for way, each in runs.items()
-    }
-    print(f"\nan eighth of each tensor, cold: {medians['ours']['wanted'] / 1e6:.0f} MB")
-    rows = [
-        (way, millis(each["secs"]), f"{each['read'] / 1e6:.0f}", f"{each['read'] / each['wanted']:.2f}")
-        for way, each in medians.items()
-    ]
-    print_table(("", "wall ms", "MB read", "of wanted"), rows)
-    wanted = medians["ours"]["wanted"]
-    return {
-        "part_read_over_wanted": Ratio(medians["ours"]["read"] / wanted, 1.2),
-        "part_faster_than_stock": Ratio(medians["stock"]["secs"] / medians["ours"]["secs"], 5.0, "higher"),
-    }
-
-
-def run_part(folder: Path, way: str) -> Figures:
-    """In a process of its own: load what rank 3 of 8 needs. Bytes read are the device's."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from swapckpt.storage import open_checkpoint, open_files
-
+    entries = open_checkpoint(open_files(ours.parent), ours.name).metadata.state_dict_metadata
+    local = {fqn: torch.zeros(entry.size[0] // RANKS, *entry.size[1:]) for fqn, entry in entries.items()}
+    wanted = sum(tensor.nbytes for tensor in local.values())
+    loads = {"ours": lambda state: load_ours(state, ours), "stock": lambda state: load_stock(state, stock)}
+    runs: dict[str, list[tuple[float, int]]] = {way: [] for way in loads}
     # No other rank takes part in a load: a group that sends nothing is enough.
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    entries = open_checkpoint(open_files(folder.parent), folder.name).metadata.state_dict_metadata
-    locals_ = {fqn: torch.zeros(entry.size[0] // RANKS, *entry.size[1:]) for fqn, entry in entries.items()}
-    state: State = {
-        "state": {
-            fqn.removeprefix("state."): DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-            for fqn, local in locals_.items()
-        }
+    state = {
+        fqn.removeprefix("state."): DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+        for fqn, tensor in local.items()
     }
-    before, begin = _device_nbytes(), time.perf_counter()
-    (load_ours if way == "ours" else load_stock)(state, folder)
-    secs, read = time.perf_counter() - begin, _device_nbytes() - before
-    assert all(local.any() for local in locals_.values()), "nothing was loaded"
+    for _ in range(repetitions):
+        for way, load in loads.items():
+            drop(every)
+            before, begin = _device_nbytes(), time.perf_counter()
+            load({"state": state})
+            runs[way].append((time.perf_counter() - begin, _device_nbytes() - before))
     dist.destroy_process_group()
-    return {"secs": secs, "read": read, "wanted": sum(local.nbytes for local in locals_.values())}
+    assert all(tensor.any() for tensor in local.values()), "nothing was loaded"
+    secs = {way: statistics.median(run[0] for run in each) for way, each in runs.items()}
+    read = {way: statistics.median(run[1] for run in each) for way, each in runs.items()}
+    print(f"\nan eighth of each tensor, cold: {wanted / 1e6:.0f} MB")
+    rows = [(way, millis(secs[way]), f"{read[way] / 1e6:.0f}", f"{read[way] / wanted:.2f}") for way in loads]
+    print_table(("", "wall ms", "MB read", "of wanted"), rows)
+    return {
+        "part_read_over_wanted": Ratio(read["ours"] / wanted, 1.2),
+        "part_faster_than_stock": Ratio(secs["stock"] / secs["ours"], 5.0, "higher"),
+    }
 
 
 def _device_nbytes() -> int:
@@ -213,16 +191,11 @@ def _device_nbytes() -> int:
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
-    arguments.add_argument("--part-of", type=Path, help=argparse.SUPPRESS)
-    arguments.add_argument("--way", choices=("ours", "stock"), help=argparse.SUPPRESS)
     options = arguments.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    if options.part_of is not None:
-        print(json.dumps(run_part(options.part_of, options.way)))
-        return
     print_load()
     mirrors = Mirrors(shapes(quick=options.quick))
-    repetitions = 1 if options.quick else 5
+    repetitions = 1 if options.quick else 3
     print(f"{mirrors.nbytes / 1e9:.2f} GB in {len(mirrors.tensors)} tensors; medians of {repetitions}")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root = Path(folder)

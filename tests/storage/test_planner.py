@@ -159,6 +159,20 @@ def test_another_writer_with_the_same_planner_gets_all_places(tmp_path: Path) ->
     assert planner.planned == 1
 
 
+def test_planners_share_nothing(tmp_path: Path) -> None:
+    """Two states with the same names in turns: a model and its average. Stock's planners share a cache."""
+    jobs = {torch.float32: Saves(tmp_path / "a", CountingPlanner())}
+    jobs[torch.bfloat16] = Saves(tmp_path / "b", CountingPlanner())
+    for step in range(3):
+        for dtype, job in jobs.items():
+            job.save({"w": {"t": torch.full((3,), float(step), dtype=dtype)}}, step)
+    for dtype, job in jobs.items():
+        assert job.planner.planned == 1
+        for step in range(3):
+            expected = {"w": {"t": torch.full((3,), float(step), dtype=dtype)}}
+            assert equal(load(zeroed(expected), f"{job.root}/step-{step}"), expected)
+
+
 def test_a_lost_plan_is_an_error() -> None:
     empty = SavePlan([], usable=False)
     with pytest.raises(PlanError, match="has not seen"):
