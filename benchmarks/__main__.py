@@ -10,7 +10,7 @@ def main() -> None:
     print("python -m benchmarks.NAME [--quick] [--json FILE]\n")
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         description = ast.get_docstring(ast.parse(path.read_text())) or ""
-        print(f"  {path.stem:<10}{description.splitlines()[0]}")
+        print(f"  {path.stem:<12}{description.splitlines()[0]}")
 
 
 if __name__ == "__main__":

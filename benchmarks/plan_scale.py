@@ -1,4 +1,4 @@
-"""What planning and committing a save costs the coordinating rank, on 8 to 4,096 imagined ranks.
+"""What a save costs the coordinating rank, on 8 to 4,096 imagined ranks.
 
 The optimizer state of a Llama 70B (two moments and a step for each parameter), sharded by FSDP2 over all
 ranks. No rank runs: their plans and results are made as stock torch makes them and pickled, which is what
@@ -222,7 +222,7 @@ def print_costs(world_size: int, num_items: int, found: dict[str, list[Cost]]) -
     print(f"\n{world_size:,} ranks, {num_items:,} items")
     rows = [
         (
-            f"{way}, {('first', 'second')[n]}",
+            f"{way}, {('1st', '2nd')[n]}",
             f"{cost.secs:.3g}",
             *(f"{cost.parts[part]:.2g}" for part in ("gather", "plan", "scatter", "results", "commit")),
             *(f"{nbytes / 1e6:.3g}" for nbytes in (cost.plan_nbytes + cost.result_nbytes, cost.sent_nbytes)),
