@@ -7,6 +7,7 @@ pipeline of load, update and offload; the same component is a ``torch.distribute
 from swapckpt import errors
 from swapckpt.checkpointer import Checkpointer, MirrorStager, PerRank, RngState, SaveHandle, SaveStats
 from swapckpt.config import AsyncMode, CheckpointConfig, SwapConfig
+from swapckpt.foreign import FusedBroadcast, StateBroadcast
 from swapckpt.manager import MemoryStats, StateManager
 from swapckpt.optimizer import is_swapped, recovery, release, swap_optimizer
 from swapckpt.planner import StrictLoadPlanner
@@ -19,6 +20,7 @@ __all__ = [
     "AsyncMode",
     "CheckpointConfig",
     "Checkpointer",
+    "FusedBroadcast",
     "MemoryStats",
     "MirrorStager",
     "PerRank",
@@ -28,6 +30,7 @@ __all__ = [
     "Settings",
     "Snapshot",
     "Span",
+    "StateBroadcast",
     "StateManager",
     "StrictLoadPlanner",
     "SwapConfig",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from torch.distributed.tensor.placement_types import Placement
     from torch.optim import Optimizer
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "is_scheduler_wrapper",
     "local_of",
     "spec_for",
+    "spec_like",
     "spec_of",
     "track_step_calls",
     "version_of",
@@ -77,6 +79,15 @@ def spec_for(param: Tensor, dtype: torch.dtype) -> DTensorSpec | None:
         return None
     meta = TensorMeta(param.shape, param.stride(), dtype)
     return DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
+
+
+def spec_like(param: Tensor, placements: tuple[Placement, ...], *, like: Tensor) -> DTensorSpec | None:
+    """The spec of a state tensor on the mesh of ``param``: ``like`` (on the meta device) is all of it."""
+    spec = spec_of(param)
+    if spec is None:
+        return None
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+    return DTensorSpec(mesh=spec.mesh, placements=placements, tensor_meta=meta)
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec | None) -> Tensor:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from swapckpt._torch import local_of
 from swapckpt.errors import ReplicaError
@@ -23,6 +22,7 @@ from swapckpt.replicas import Relay
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    import torch.distributed as dist
     from torch import Tensor
 
     from swapckpt.device import Device
@@ -95,7 +95,7 @@ class ParameterBroadcast:
         self.replicas = replicas
         self._device = device
         self._bucket_nbytes = bucket_nbytes
-        self._relay = Relay(device.device, timeout_secs=timeout_secs)
+        self.relay = Relay(device.device, replicas, timeout_secs=timeout_secs)
         self._params: list[Tensor] = []
         self._deliveries: list[Delivery] = []
         self._buffers: list[Tensor] = []
@@ -110,19 +110,10 @@ class ParameterBroadcast:
         Raises:
             ReplicaError: Another rank has. Nothing was updated.
         """
-        self._relay.is_broken = False
         with ExitStack() as stack:
             stack.callback(self._release)
-            try:
+            with self.relay.all_or_none("begin the step"):
                 yield
-            except Exception:
-                with suppress(ReplicaError):  # what this rank has to say comes first
-                    self._first_failed(failed=True)
-                raise
-            rank = self._first_failed(failed=False)
-            if rank is not None:
-                msg = f"Rank {rank} could not begin the step. Nothing was updated, on any rank."
-                raise ReplicaError(msg)
             stack.pop_all()
 
     def begin(self, params: Sequence[Tensor]) -> None:
@@ -176,36 +167,30 @@ class ParameterBroadcast:
         if delivery.is_ours:
             for packed, own in delivery.parts(buffer):
                 packed.copy_(own)
-        self._sent.append((delivery, self._relay.send(buffer, delivery.replicas, delivery.owner)))
+        self._sent.append((delivery, self.relay.send(buffer, delivery.replicas, delivery.owner)))
 
     def _settle_next(self) -> None:
         delivery, work = self._sent[self._settled]
-        self._relay.wait(work)
+        self.relay.wait(work)
         if not delivery.is_ours:
             for packed, own in delivery.parts(self._buffers[self._settled % len(self._buffers)]):
                 own.copy_(packed)
         self._settled += 1
 
     def _finish(self, *, failed: bool) -> None:
-        if self._relay.is_broken:
+        if self.relay.is_broken:
             return  # whoever waits for this rank finds out in time
         for delivery in self._deliveries[len(self._sent) :]:
             self._send(delivery)
         while self._settled < len(self._sent):
             self._settle_next()
-        rank = self._first_failed(failed=failed)
+        rank = self.relay.first_failed(failed=failed)
         if rank is not None and not failed:
             msg = (
                 f"The step failed on rank {rank}. Parameters and state may be partly updated on every rank: "
                 "restore both from a checkpoint."
             )
             raise ReplicaError(msg)
-
-    def _first_failed(self, *, failed: bool) -> int | None:
-        """A rank that has failed, the same one on every rank."""
-        code = dist.get_rank() + 1 if failed and dist.is_initialized() else 0
-        worst = self._relay.worst(code, self.replicas.groups)
-        return worst - 1 if worst else None
 
     def _release(self) -> None:
         for buffer in self._buffers:

@@ -37,6 +37,7 @@ def nested_layout(views: Iterable[StateView]) -> dict[str, object]:
             values = view.values(param)
             if values:
                 state[view.name(param)] = dict(values)
+        state |= {view.name(param): dict(values) for param, values in view.received.items()}
         for group in view.optimizer.param_groups:
             fields = {key: value for key, value in group.items() if key != "params"}
             groups.append({**fields, "params": [view.name(param) for param in group["params"]]})
@@ -53,6 +54,8 @@ def flat_layout(views: Iterable[StateView]) -> dict[str, object]:
             flat |= {f"state.{name}.{key}": value for key, value in view.values(param).items()}
             flat |= _flat_fields(view, group, param)
         for group, param in view.elsewhere():  # settings are known to all ranks
+            received = view.received.get(param, {})
+            flat |= {f"state.{view.name(param)}.{key}": value for key, value in received.items()}
             flat |= _flat_fields(view, group, param)
     return _as_part(flat, views)
 
@@ -64,7 +67,13 @@ def _flat_fields(view: StateView, group: int, param: Tensor) -> dict[str, object
 
 def _as_part(layout: dict[str, object], views: Iterable[StateView]) -> dict[str, object]:
     """``layout``, marked as a part where other ranks hold the rest."""
-    names = {alias for view in views for _, param in view.elsewhere() for alias in view.names[param]}
+    names = {
+        alias
+        for view in views
+        for _, param in view.elsewhere()
+        if param not in view.received
+        for alias in view.names[param]
+    }
     return PartOfState(layout, elsewhere=names) if names else layout
 
 

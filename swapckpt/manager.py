@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapckpt._torch import local_of
-from swapckpt.config import SwapConfig, require_bool, require_instance, require_positive
+from swapckpt.config import SwapConfig, require_bool, require_instance, require_int, require_positive
 from swapckpt.device import device_for
 from swapckpt.errors import ConfigError, FqnError, listing
+from swapckpt.foreign import FusedBroadcast, StateBroadcast, published
 from swapckpt.fqn import named_parameters
+from swapckpt.fullstate import shown_in_full, stream
 from swapckpt.layouts import Incoming, flat_layout, nested_layout
 from swapckpt.optimizer import (
     abandon,
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from swapckpt.device import Device
 
 
+FULL_STATE_BUFFER_NBYTES = 512 * 1024 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
     """Accounted bytes of swapped state, now and at the peak since the last ``reset_peak_memory``."""
@@ -67,6 +72,8 @@ class StateManager:
         config: How to swap; None leaves the optimizers unadopted: same export and load, no step overhead.
         flat: Export stock's flattened layout instead of the nested one. Loading accepts both.
         device: Device to swap through; default the parameters' own.
+        state_broadcasts: By name of an optimizer that shares its state among ranks itself: how. Optimizers
+            with ``_broadcast_state_fused_for_ckpt`` are recognised.
 
     Raises:
         AdoptionError: An optimizer cannot be adopted; none is then.
@@ -81,6 +88,7 @@ class StateManager:
         *,
         flat: bool = False,
         device: Device | None = None,
+        state_broadcasts: Mapping[str, StateBroadcast] | None = None,
     ) -> None:
         require_instance("model", model, nn.Module)
         self.model = model
@@ -96,6 +104,7 @@ class StateManager:
         self._names = named_parameters(model)
         self._check_ownership(self._names)
         self._unswapped: dict[Optimizer, LiveState] = {}
+        self._broadcasts = self._foreign(state_broadcasts or {})
         adopted: list[Optimizer] = []
         groups = data_parallel_groups(model) if self._config.shard_replicas else {}
         try:
@@ -111,7 +120,22 @@ class StateManager:
         for each in adopted:
             drop_elsewhere(each)
 
+    def _foreign(self, given: Mapping[str, StateBroadcast]) -> dict[Optimizer, StateBroadcast]:
+        unknown = sorted(given.keys() - self.optimizers.keys())
+        if unknown:
+            msg = f"state_broadcasts names {unknown}; the optimizers are {sorted(self.optimizers)}."
+            raise ConfigError(msg)
+        known: dict[Optimizer, StateBroadcast] = {
+            each: FusedBroadcast(each) for each in self.optimizers.values() if FusedBroadcast.fits(each)
+        }
+        return known | {self.optimizers[name]: each for name, each in given.items()}
+
     def _view(self, optimizer: Optimizer) -> StateView:
+        view = self._own_view(optimizer)
+        view.foreign = self._broadcasts.get(optimizer)
+        return view
+
+    def _own_view(self, optimizer: Optimizer) -> StateView:
         if is_swapped(optimizer):
             swap_of(optimizer).rename(self._names)
             return swapped_state(optimizer)
@@ -212,7 +236,8 @@ class StateManager:
             PhaseError: A step is running, or an earlier one failed (outside ``recovery()``).
             UnsupportedOptimizerError: A never-stepped optimizer whose state cannot be told beforehand.
         """
-        self._require_idle("export state")
+        for swap in self.swaps():
+            swap.require_readable("export state")
         self._sync()
         is_flat = self.flat if flat is None else flat
         return flat_layout(self._views) if is_flat else nested_layout(self._views)
@@ -277,6 +302,74 @@ class StateManager:
             PhaseError: A step is running, or an earlier one failed.
         """
         return Snapshot(self.state_dict(), self.swaps(), copy_tensor=copy_tensor)
+
+    @contextmanager
+    def full_state(self, *, buffer_nbytes: int = FULL_STATE_BUFFER_NBYTES) -> Iterator[dict[str, object]]:
+        """The state of all parameters on every rank, where ranks share it. (all ranks, between steps)
+
+        For consumers that need all of it; checkpoints do not. Inside the block ``optimizer.state`` and
+        ``state_dict()`` have it too, and steps and loads are refused. What others own lies in host memory of
+        its own, in the owner's dtype, and is freed when the block is left: for all state of a model that may
+        not be there; see ``iter_full_state``. Everything travels once, through one device buffer.
+
+        Args:
+            buffer_nbytes: Size of the device buffer, at most (>= 512).
+
+        Raises:
+            ReplicaError: Another rank failed. Nothing was changed.
+            HostMemoryError: There is no room for the state of others. Nothing was changed.
+            PhaseError: A step is running, an earlier one failed, or such a block is open.
+        """
+        require_int("buffer_nbytes", buffer_nbytes, minimum=512)
+        self._require_idle("show the full state")
+        self._sync()
+        with ExitStack() as stack:
+            for optimizer in self.optimizers.values():
+                stack.enter_context(self._window(optimizer, buffer_nbytes))
+            yield self.state_dict()
+
+    @contextmanager
+    def _window(self, optimizer: Optimizer, buffer_nbytes: int) -> Iterator[None]:
+        view = self._view(optimizer)
+        with ExitStack() as stack:
+            if is_swapped(optimizer):
+                stack.enter_context(shown_in_full(swap_of(optimizer), view, max_nbytes=buffer_nbytes))
+            if view.foreign is not None:
+                stack.callback(view.received.clear)
+                view.received.update(stack.enter_context(published(optimizer, view.foreign)))
+            yield
+
+    def iter_full_state(
+        self, *, buffer_nbytes: int = FULL_STATE_BUFFER_NBYTES
+    ) -> Iterator[dict[str, dict[str, object]]]:
+        """The state of all parameters on every rank, a part at a time: by FQN and key. (all ranks)
+
+        A part is what fits into the buffer, or one larger tensor; the parts of all replicas of a parameter
+        are the same. Its tensors are valid until the next part: a rank that does not keep them holds two
+        parts of the state of others at most. Iterate to the end on every rank; who stops early still takes
+        part in what the others wait for.
+
+        Args:
+            buffer_nbytes: Size of the device buffer, at most (>= 512).
+
+        Raises:
+            ReplicaError: Another rank failed. Nothing was changed.
+            PhaseError: As for ``full_state``.
+        """
+        require_int("buffer_nbytes", buffer_nbytes, minimum=512)
+        self._require_idle("show the full state")
+        self._sync()
+        for optimizer in self.optimizers.values():
+            view = self._view(optimizer)
+            if is_swapped(optimizer) and view.foreign is None:
+                for part in stream(swap_of(optimizer), view, max_nbytes=buffer_nbytes):
+                    named = {view.name(param): values for param, values in part.items()}
+                    yield named
+                    named.clear()  # whoever still holds it must not keep what it held from being freed
+            else:
+                with self._window(optimizer, buffer_nbytes):
+                    for _, param in view.everything():
+                        yield {view.name(param): dict(view.received.get(param) or view.values(param))}
 
     @contextmanager
     def recovery(self) -> Iterator[None]:

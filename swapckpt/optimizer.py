@@ -452,4 +452,4 @@ def _restore(optimizer: Optimizer) -> None:
 
 
 def _refuse_export(optimizer: Optimizer) -> None:
-    swap_of(optimizer).require_idle("export state")
+    swap_of(optimizer).require_readable("export state")

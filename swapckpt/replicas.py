@@ -8,6 +8,7 @@ optimizer state is kept by one of those ranks, its *owner*; the others get the u
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from swapckpt.errors import ConfigError, ReplicaError
 from swapckpt.ownership import assign_owners, split_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 
     from torch import Tensor, nn
 
@@ -198,7 +199,8 @@ def _mesh_hops(param: Tensor) -> list[Hop]:
 class Relay:
     """Bounded collectives among replicas. After one has failed no other is tried: see ``is_broken``."""
 
-    def __init__(self, device: torch.device, *, timeout_secs: float) -> None:
+    def __init__(self, device: torch.device, replicas: Replicas, *, timeout_secs: float) -> None:
+        self.replicas = replicas
         self._device = device
         self._timeout_secs = timeout_secs
         self.is_broken = False
@@ -235,20 +237,41 @@ class Relay:
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def worst(self, code: int, groups: Sequence[dist.ProcessGroup]) -> int:
-        """The largest ``code`` of all ranks that can be reached through ``groups``. (all of them, alike)
+    @contextmanager
+    def all_or_none(self, what: str, groups: Sequence[dist.ProcessGroup] | None = None) -> Iterator[None]:
+        """Leave the block only if no rank has failed in it. (all ranks of ``groups``, default all of them)
+
+        Raises:
+            ReplicaError: Another rank has failed to do ``what``.
+        """
+        self.is_broken = False
+        try:
+            yield
+        except Exception:
+            with suppress(ReplicaError):  # what this rank has to say comes first
+                self.first_failed(failed=True, groups=groups)
+            raise
+        rank = self.first_failed(failed=False, groups=groups)
+        if rank is not None:
+            msg = f"Rank {rank} could not {what}. Nothing was updated, on any rank."
+            raise ReplicaError(msg)
+
+    def first_failed(self, *, failed: bool, groups: Sequence[dist.ProcessGroup] | None = None) -> int | None:
+        """A rank that has failed, the same one on all ranks of ``groups``. (all of them, alike)
 
         Raises:
             ReplicaError: A rank did not answer in time.
         """
+        code = dist.get_rank() + 1 if failed and dist.is_initialized() else 0
         told = torch.tensor([code], dtype=torch.int32, device=self._device)
-        for group in groups:
+        for group in self.replicas.groups if groups is None else groups:
             try:
                 work = dist.all_reduce(told, dist.ReduceOp.MAX, group, async_op=True)
             except RuntimeError as error:
                 raise self._failure(error) from error
             self.wait(work)
-        return int(told.item())
+        worst = int(told.item())
+        return worst - 1 if worst else None
 
     def _failure(self, error: RuntimeError) -> ReplicaError:
         self.is_broken = True

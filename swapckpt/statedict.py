@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from swapckpt.config import SwapConfig
     from swapckpt.fence import Gate
+    from swapckpt.foreign import StateBroadcast
     from swapckpt.plan import TensorSpec
     from swapckpt.state import ParamState, StateTable
     from swapckpt.template import StateTemplate
@@ -64,6 +65,8 @@ class StateView(ABC):
         self._step = step
         self._master_weights = master_weights
         self._templates: dict[Tensor, Values] = {}
+        self.foreign: StateBroadcast | None = None  # what shares the state, if that is not swapckpt
+        self.received: dict[Tensor, Values] = {}  # of other ranks, while a window on the full state is open
 
     @property
     def optimizer(self) -> Optimizer:
@@ -86,15 +89,22 @@ class StateView(ABC):
     def _unbind(self, param: Tensor) -> None:
         """Make the state of ``param`` absent."""
 
-    def params(self) -> Iterator[tuple[int, Tensor]]:
-        """Group index and parameter, in the order of ``param_groups``."""
+    def _keeps(self, param: Tensor) -> bool:
+        return self.foreign is None or self.foreign.owns_state(param)
+
+    def everything(self) -> Iterator[tuple[int, Tensor]]:
+        """Group index and parameter, in the order of ``param_groups``: the same on every rank."""
         for index, group in enumerate(self.optimizer.param_groups):
             for param in group["params"]:
                 yield index, param
 
+    def params(self) -> Iterator[tuple[int, Tensor]]:
+        """Group index and parameter of those whose state this rank keeps."""
+        return ((group, param) for group, param in self.everything() if self._keeps(param))
+
     def elsewhere(self) -> Iterator[tuple[int, Tensor]]:
-        """Group index and parameter of those whose state other ranks keep: ``params`` leaves them out."""
-        return iter(())
+        """Group index and parameter of those whose state other ranks keep."""
+        return ((group, param) for group, param in self.everything() if not self._keeps(param))
 
     def name(self, param: Tensor) -> str:
         """The name a parameter is saved under."""
@@ -135,6 +145,8 @@ class StateView(ABC):
         ]
         if not missing:
             return
+        if self.foreign is not None:  # a dry step would communicate
+            raise UnsupportedOptimizerError("State that is broadcast is not known before its first step.")
         described = describe(self.optimizer, self._step, missing, master_weights=self._master_weights)
         wanted = [
             (param, key, template.spec, template.placement)
@@ -308,13 +320,12 @@ class SwappedState(StateView):
         self._table, self._config, self.gate = table, config, gate
         self.templates_bound = False
 
-    def params(self) -> Iterator[tuple[int, Tensor]]:
-        for batch in self._table.batches:
-            for entry in batch.params:
-                yield entry.group, entry.param
+    def _keeps(self, param: Tensor) -> bool:
+        return param in self._table.entries and super()._keeps(param)
 
-    def elsewhere(self) -> Iterator[tuple[int, Tensor]]:
-        return ((group, param) for group, param in super().params() if param not in self._table.entries)
+    def params(self) -> Iterator[tuple[int, Tensor]]:
+        entries = (entry for batch in self._table.batches for entry in batch.params)
+        return ((entry.group, entry.param) for entry in entries if self._keeps(entry.param))
 
     def _reserve(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         reserved: dict[tuple[Tensor, str], Tensor] = {}

@@ -47,6 +47,7 @@ class Phase(Enum):
     READING = "being read into"  # only the end of that load; whatever else comes finds that it failed
     LOADING = "loading"  # nothing; a state dict is being written into the mirrors
     REBINDING = "being rebound"  # nothing; new parameters are taking the place of old ones
+    SHOWING = "showing the state of all ranks"  # exports; leave the window first
     FAILED = "failed"  # only a load inside recovery(); parameters and state may be torn
 
 
@@ -105,9 +106,14 @@ class Swap:
                 "state may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(...)`."
             )
             raise StateFailedError(msg) from self.failure
-        if self.phase in (Phase.STEPPING, Phase.LOADING, Phase.REBINDING):
+        if self.phase in (Phase.STEPPING, Phase.LOADING, Phase.REBINDING, Phase.SHOWING):
             msg = f"Cannot {action} while the optimizer is {self.phase.value}. Call it between steps."
             raise PhaseError(msg)
+
+    def require_readable(self, action: str) -> None:
+        """As ``require_idle``, for actions that change nothing: a window on the full state may be open."""
+        if self.phase is not Phase.SHOWING:
+            self.require_idle(action)
 
     def require_own_mirrors(self, action: str) -> None:
         """Raise in a forked child: mirrors are shared memory, and what it writes changes its parent's state.

@@ -48,9 +48,11 @@ class SpareNet(Net):
         return super().forward(x, use_spare=use_spare or self.use_spare)
 
 
-def build(layout: str, kind: str) -> tuple[nn.Module, SpareNet, Optimizer]:
+def build(
+    layout: str, kind: str, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, SpareNet, Optimizer]:
     """The module to call, the net in it, and its optimizer. All ranks have the same parameters."""
-    net = SpareNet(WIDTH)
+    net = SpareNet(WIDTH, dtype=dtype)
     model: nn.Module = net
     if layout == "ddp":
         model = DistributedDataParallel(net, find_unused_parameters=True)
@@ -66,9 +68,11 @@ def build(layout: str, kind: str) -> tuple[nn.Module, SpareNet, Optimizer]:
 class Twins:
     """The same training twice: unswapped, and with owners."""
 
-    def __init__(self, layout: str, kind: str, **options: object) -> None:
-        self.plain_model, self.plain_net, self.plain = build(layout, kind)
-        self.model, self.net, self.optimizer = build(layout, kind)
+    def __init__(
+        self, layout: str, kind: str, *, dtype: torch.dtype = torch.float32, **options: object
+    ) -> None:
+        self.plain_model, self.plain_net, self.plain = build(layout, kind, dtype)
+        self.model, self.net, self.optimizer = build(layout, kind, dtype)
         config = replace(CONFIG, **options)  # type: ignore[arg-type]
         self.manager = swapckpt.StateManager(self.model, self.optimizer, config)
 
@@ -109,7 +113,7 @@ def backward(model: nn.Module, net: SpareNet, step: int, *, scale: float = 1.0) 
     net.zero_grad()
     net.use_spare = step >= 3 and step % 2 == 1
     data = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    loss = model(torch.randn(4, WIDTH, generator=data)).square().mean()
+    loss = model(torch.randn(4, WIDTH, generator=data).to(net.head.weight.dtype)).square().mean()
     (loss * scale).backward()
 
 
