@@ -93,6 +93,7 @@ class FusedBroadcast:
         return all(hasattr(optimizer, name) for name in _NAMES)
 
     def owns_state(self, param: Tensor) -> bool:
+        """True at the coordinate that the optimizer has for ``param``, and for parameters it has none for."""
         info = self._optimizer._param_to_broadcast_info.get(param)  # noqa: SLF001 - what the adapter is for
         return info is None or _here(info) == info[0]
 
@@ -128,9 +129,11 @@ class FusedBroadcast:
         return {param: dtypes[position] for position, param in enumerate(infos) if not self.owns_state(param)}
 
     def publish(self) -> None:
+        """Call the optimizer's own broadcast."""
         self._optimizer._broadcast_state_fused_for_ckpt()  # noqa: SLF001
 
     def finish(self) -> None:
+        """Let the optimizer drop what it does not own."""
         self._optimizer.cleanup_synced_state()
 
     def _keys(self) -> Sequence[str]:
