@@ -81,11 +81,8 @@ class SaveHandle:
         """Wait without asking for the result."""
         self._over.wait()
 
-    def mark_read(self) -> None:
-        """The failure is raised by other means."""
+    def unread_error(self) -> BaseException | None:
+        """A failure that nobody has seen yet. The caller raises it."""
+        error = None if self._is_read else self._error
         self._is_read = True
-
-    def raise_if_unread(self) -> None:
-        """Raise a failure that nobody has seen yet."""
-        if not self._is_read:
-            self.result()
+        return error

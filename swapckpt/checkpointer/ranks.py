@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from swapckpt.errors import CheckpointError, SwapCkptError, listing
@@ -29,11 +28,12 @@ class _Said:
 
 
 class Ranks:
-    """All ranks of a job, over a gloo group that nothing else uses.
+    """All ranks of a job, over gloo groups that nothing else uses.
 
     A save in a background thread must not share a group with training: collectives of two threads on one
-    group meet in any order, which hangs or aborts the process. Gloo, for what travels is small and lies on
-    the host.
+    group meet in any order, which hangs or aborts the process. For the same reason there are two: ``group``
+    is that of the save, ``front`` that of the training thread, which asks whether to begin one. Gloo, for
+    what travels is small and lies on the host.
 
     Every method is called by all ranks, in the same order; making one is a collective call too. Without
     ``torch.distributed`` there is one rank, and nothing waits.
@@ -45,7 +45,7 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, timeout_secs: float) -> None:
         self.group: dist.ProcessGroup | None = None
-        self._training: dist.ProcessGroup | None = None  # for the training thread, while ``group`` is in use
+        self.front: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             members = None if process_group is None else dist.get_process_group_ranks(process_group)
@@ -59,7 +59,7 @@ class Ranks:
                 )
                 return cast("dist.ProcessGroup", made)
 
-            self.group, self._training = new_group(), new_group()
+            self.group, self.front = new_group(), new_group()
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     @property
@@ -68,22 +68,35 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, what: str, value: object = None, *, error: BaseException | None = None) -> None:
-        """Go on only if no rank has an error and all have the same value (for example the step).
+        """Go on only if no rank has an error and all have the same value (for example the step). (training
+        thread, at any time)
 
         Raises:
             SwapCkptError: On every rank the same: the error of the first rank that has one, if all errors are
-                of one kind; a CheckpointError that lists them, if they are not.
+                of one kind; a CheckpointError that lists them, if they are not. An interrupt stays what it is
+                on its own rank.
             CheckpointError: Ranks differ, or one is gone.
         """
+        self._agree(self.front, what, value, error=error)
+
+    def agree_in_save(self, what: str, *, error: BaseException | None) -> None:
+        """As ``agree``, on the thread of a save."""
+        self._agree(self.group, what, None, error=error)
+
+    def _agree(
+        self, group: dist.ProcessGroup | None, what: str, value: object, *, error: BaseException | None
+    ) -> None:
         mine = _Said(value, _portable(error))
         said = [mine]
-        if self.group is not None:
+        if group is not None:
             answers: list[_Said | None] = [None] * self.world_size
             try:
-                dist.all_gather_object(answers, mine, group=self.group)
+                dist.all_gather_object(answers, mine, group=group)
             except RuntimeError as lost:  # gloo: connection closed by peer, or timed out
                 raise self.lost(what, lost) from (error or lost)
             said = [answer for answer in answers if answer is not None]
+        if error is not None and not isinstance(error, Exception):
+            raise error
         errors = {rank: each.error for rank, each in enumerate(said) if each.error is not None}
         if errors:
             raise _first_or_all(what, errors) from error
@@ -94,9 +107,9 @@ class Ranks:
     def from_coordinator(self, what: str, value: T, *, error: BaseException | None = None) -> T:
         """The coordinator's value, or its error raised on every rank."""
         box: list[object] = [_Said(value, _portable(error))]
-        if self.group is not None:
+        if self.front is not None:
             try:
-                dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+                dist.broadcast_object_list(box, src=dist.get_global_rank(self.front, 0), group=self.front)
             except RuntimeError as lost:
                 raise self.lost(what, lost) from (error or lost)
         (said,) = box
@@ -105,32 +118,23 @@ class Ranks:
             raise said.error from error
         return cast("T", said.value)
 
-    def any(self, flag: bool) -> bool:  # noqa: FBT001 - it is the subject
-        """True on all ranks when it is on one. (training thread, at any time)"""
-        if self._training is None:
-            return flag
-        count = torch.tensor(int(flag))
-        try:
-            dist.all_reduce(count, group=self._training)
-        except RuntimeError as lost:
-            raise self.lost("Asking whether a save is under way", lost) from lost
-        return bool(count)
-
     @staticmethod
     def lost(what: str, error: BaseException) -> CheckpointError:
         """The error to raise when a collective call failed."""
         return CheckpointError(f"{what}: a rank is gone or does not answer in time ({error}).")
 
     def close(self, *, together: bool = True) -> None:
-        """Leave. ``together``: when all ranks do; one that goes while others still talk makes them fail."""
-        for group in (self.group, self._training):
-            if group is None:
-                continue
-            if together:
-                with suppress(RuntimeError):  # a rank may be gone already; this one has nothing to say to it
-                    dist.barrier(group)
-            dist.destroy_process_group(group)
-        self.group = self._training = None
+        """Leave: together, for a rank that goes while others still talk makes them fail; or at once."""
+        front, self.front = self.front, None
+        group, self.group = self.group, None
+        if not dist.is_available() or not dist.is_initialized():
+            return  # never was, or the job has left already
+        if together and front is not None:
+            with suppress(RuntimeError):  # a rank may be gone already; this one has nothing to say to it
+                dist.barrier(front)
+        for each in (front, group):
+            if each is not None:
+                dist.destroy_process_group(each)
 
 
 def unwrapped(failure: CheckpointException, *, what: str) -> SwapCkptError:

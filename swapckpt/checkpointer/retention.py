@@ -26,15 +26,17 @@ def retired(steps: Sequence[int], config: CheckpointConfig) -> list[int]:
     return [step for step in old if config.keep_every is None or step % config.keep_every]
 
 
-def retire(files: Files, config: CheckpointConfig) -> None:
-    """Remove what is not to be kept. (coordinator, after a commit)
+def retire(files: Files, config: CheckpointConfig, *, saved: int) -> None:
+    """Remove what is not to be kept. (coordinator, after the commit of step ``saved``)
 
+    That one stays, also where a job went back to an earlier step and newer ones are there.
     A failure is no failure of the save: what could not be removed is tried again after the next one.
     """
     if config.keep_latest is None:
         return
     try:
         for step in retired(committed_steps(files), config):
-            discard(files, f"step-{step}")
+            if step != saved:
+                discard(files, f"step-{step}")
     except (StorageError, OSError) as error:
         logger.warning("%s: an old checkpoint was not removed: %s", files.url, error)

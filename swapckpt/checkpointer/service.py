@@ -111,11 +111,12 @@ class Checkpointer:
             runner=self.runner,
         )
         self._managers = [part for part in self._parts.values() if isinstance(part, ManagerPart)]
+        optimizers = [each for part in self._managers for each in part.manager.optimizers.values()]
         self._fences: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(lambda *_: self._staging.fence())
-            for part in self._managers
-            for optimizer in part.manager.optimizers.values()
+            *(each.register_step_pre_hook(self._before_step) for each in optimizers),
+            *(each.register_step_post_hook(self._after_step) for each in optimizers),
         ]
+        self._is_stepping = False
         self._handle: SaveHandle | None = None
         self._is_closed = False
         has_accelerator = torch.accelerator.is_available()
@@ -157,24 +158,30 @@ class Checkpointer:
             SaveInProgressError: ``on_busy="raise"``, and the save before is not done.
             CheckpointExistsError: The step is committed already (from the handle, unless ``disabled``).
             StateFailedError: A step failed midway: there is no state to save.
-            CheckpointError: An earlier save failed and nobody has asked for its result. This one was not
-                begun.
+            CheckpointError: An earlier save failed and a rank has not asked for its result; or ranks save
+                different steps. This one was not begun, on any rank.
         """
         require_int("step", step, minimum=0)
         require_bool("overwrite", overwrite)
         self._require_open("save")
         begin = time.perf_counter()
-        self._await_last(on_busy=self.config.on_busy)
         is_async = self.config.async_mode is not AsyncMode.DISABLED
         state_dict: dict[str, object] = {}
-        error: BaseException | None = None
+        error = self._settled(on_busy=self.config.on_busy)
+        if error is None:
+            try:
+                state_dict = self._captured() if is_async else self._live()
+            except BaseException as caught:  # noqa: BLE001 - raised on all ranks, by agree()
+                error = caught
         try:
-            state_dict = self._captured() if is_async else self._live()
-        except BaseException as caught:  # noqa: BLE001 - raised on all ranks, by the work
-            error = caught
+            # What one rank alone knows must not decide who begins: their saves would never meet again.
+            self._ranks.agree("Saving", (step, overwrite), error=error)
+        except BaseException:
+            self._release()
+            raise
         handle = SaveHandle(step)
-        work = partial(self._work, step, state_dict, error=error, overwrite=overwrite)
-        if is_async and error is None:
+        work = partial(self._work, step, state_dict, overwrite=overwrite)
+        if is_async:
             self._handle = handle
             threading.Thread(target=handle.run, args=(work,), name=f"swapckpt-save-{step}").start()
         else:
@@ -193,17 +200,29 @@ class Checkpointer:
             self._staging.start()
         except BaseException:
             self._release()
+            self._staging.reset()
             raise
-        if not self._is_fenced():
+        if self._is_stepping or not self._is_fenced():
             self._staging.fence()
         return state_dict
+
+    def _before_step(self, *_: object) -> None:
+        self._is_stepping = True  # hooks that run behind this one may save, and nothing else would fence them
+        self._staging.fence()
+
+    def _after_step(self, *_: object) -> None:
+        self._is_stepping = False
 
     def _ordered(self) -> list[tuple[str, Part]]:
         """Managers first: the next step needs their mirrors back first."""
         return sorted(self._parts.items(), key=lambda item: not isinstance(item[1], ManagerPart))
 
     def _is_fenced(self) -> bool:
-        """True when all parameters are changed by steps that this checkpointer has a hook on."""
+        """True when all parameters are changed by steps that this checkpointer has a hook on.
+
+        Frozen ones of a model that is trained are changed by nobody; a module of nothing but frozen ones
+        (an average of the weights) is, by other code.
+        """
         stepped = {
             param
             for part in self._managers
@@ -212,9 +231,11 @@ class Checkpointer:
             for param in group["params"]
         }
         modules = [part.module for part in self._parts.values() if isinstance(part, ModulePart)]
-        return all(
-            param in stepped or not param.requires_grad for module in modules for param in module.parameters()
-        )
+        for params in (list(module.parameters()) for module in modules):
+            others = [param for param in params if param not in stepped]
+            if len(others) == len(params) > 0 or any(param.requires_grad for param in others):
+                return False
+        return True
 
     def _release(self) -> None:
         for part in self._parts.values():
@@ -229,7 +250,6 @@ class Checkpointer:
         step: int,
         state_dict: dict[str, object],
         *,
-        error: BaseException | None,
         overwrite: bool,
     ) -> SaveStats:
         """Everything of a save behind the capture. (all ranks, on the thread of the save)"""
@@ -237,15 +257,13 @@ class Checkpointer:
         if self._device_index is not None:  # a new thread is on the first device
             torch.accelerator.set_device_index(self._device_index)
         try:
-            if error is None:
-                error = self._staging_error()
-            self._ranks.agree(what, (step, overwrite), error=error)
+            self._ranks.agree_in_save(what, error=self._staging_error())
             staged_secs = time.perf_counter() - begin
             self._write(step, state_dict, overwrite=overwrite, what=what)
         finally:
             self._release()
         if self._ranks.is_coordinator:
-            retire(self._files, self.config)
+            retire(self._files, self.config, saved=step)
         if self.config.empty_cache_after_save and self._device_index is not None:
             torch.accelerator.empty_cache()
         write_secs = time.perf_counter() - begin - staged_secs
@@ -280,20 +298,22 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save that is under way is committed. Raises its failure."""
-        self._await_last(on_busy="wait")
+        error = self._settled(on_busy="wait")
+        if error is not None:
+            raise error
 
-    def _await_last(self, *, on_busy: str) -> None:
+    def _settled(self, *, on_busy: str) -> BaseException | None:
+        """What speaks against beginning something else, when the save before has been waited for."""
         handle = self._handle
         if handle is None:
-            return
-        # Asked of all ranks: some may be done already, and would wait for those that are not.
-        if on_busy == "raise" and self._ranks.any(not handle.done()):
-            raise SaveInProgressError(
+            return None
+        if on_busy == "raise" and not handle.done():
+            return SaveInProgressError(
                 f"Step {handle.step} is still being saved. Wait for it, or use on_busy='wait'."
             )
         handle.settle()
         self._handle = None
-        handle.raise_if_unread()
+        return handle.unread_error()
 
     def steps(self) -> list[int]:
         """Steps that are committed in the folder, ascending. No communication."""
@@ -330,7 +350,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        try:  # the error inside is the one to see, and other ranks may not come here
+        try:  # the error inside is the one to see, and now: other ranks may not come to close for long
             self._close(together=False)
         except Exception:
             logger.exception("Closing the checkpointer after an error failed too.")
@@ -366,6 +386,8 @@ class Checkpointer:
             UnsafePickleError: It asks for code.
         """
         self._require_open("load")
+        asked = (step, allow_partial, allow_cast, fallback)
+        self._ranks.agree("Loading", asked)
         if self._handle is not None:
             self._handle.settle()  # its failure stays for the next save, wait or close
         self._staging.fence()

@@ -62,6 +62,11 @@ class Staging:
         for lane in self._lanes.values():
             lane.start()
 
+    def reset(self) -> None:
+        """Forget what ``copy`` was called for since the last ``start``: that save does not take place."""
+        for lane in self._lanes.values():
+            lane.reset()
+
     def fence(self) -> None:
         """Order what the compute stream is given from now on behind the copies."""
         for lane in self._lanes.values():
@@ -111,6 +116,9 @@ class _Lane:
         stream.wait(self._device.compute().record())
         stream.copy(pairs)
         self._done = stream.record()
+
+    def reset(self) -> None:
+        self._pairs = []
 
     def fence(self) -> None:
         if self._done is not None:

@@ -70,6 +70,8 @@ class SwapSavePlanner(DefaultSavePlanner):
         """This rank's plan, empty when it is that of the last save. (all ranks)"""
         with collector_paused():
             structure = _structure_of(self.state_dict)
+            if self._next_structure is not None:  # the last save failed: the coordinator may have its plan
+                self._structure = None
             if structure is not None and structure == self._structure:
                 return SavePlan([], usable=False)
             self._next_structure = structure

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from swapckpt.errors import PlanError, StorageError
+from swapckpt.errors import CheckpointExistsError, PlanError, StorageError
 from swapckpt.storage import writer
 from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.metadata import dump_metadata
 from swapckpt.storage.planner import SwapSavePlanner
 from swapckpt.storage.posix import PosixFiles
+from swapckpt.storage.reader import SwapStorageReader
 from swapckpt.storage.writer import SwapStorageWriter
 from tests.storage.stores import HookedFiles, equal, load, stock_load, unwrapped, zeroed
 
@@ -149,6 +150,18 @@ def test_a_failed_save_leaves_the_next_one_right(tmp_path: Path) -> None:
         saves.save({"name": {"v": name}, "w": {"t": torch.full((3,), float(step))}}, step)
         loaded = load({"name": {"v": ""}, "w": {"t": torch.zeros(3)}}, f"{tmp_path}/step-{step}")
         assert (loaded["name"]["v"], loaded["w"]["t"].tolist()) == (name, [step] * 3)
+
+
+def test_a_plan_that_was_refused_is_not_taken_for_that_of_the_next_save(saves: Saves) -> None:
+    """The coordinator has planned the larger state when the attempt is refused; no rank has that plan."""
+    saves.save(state(1.0), 1)
+    with pytest.raises(CheckpointExistsError):
+        saves.save(state(2.0) | {"more": {"t": torch.zeros(2)}}, 1)
+    for step in (3, 4):
+        saves.save(state(float(step)), step)
+        path = f"{saves.root}/step-{step}"
+        assert equal(load(zeroed(state()), path), state(float(step)))
+        assert "more.t" not in SwapStorageReader(path).read_metadata().state_dict_metadata
 
 
 def test_another_writer_with_the_same_planner_gets_all_places(tmp_path: Path) -> None:
