@@ -72,6 +72,9 @@ class SwapConfig:
         master_weights: Keep an fp32 master of every bf16 or fp16 parameter, swapped with the other state.
             The optimizer steps the masters, with gradients cast to fp32, and the parameters get the rounded
             result. They are saved and loaded under the state key ``master``.
+        gather_matrices: For ``torch.optim.Muon`` over parameters sharded by rows: gather each matrix on one
+            rank, step the whole of it there, and scatter the result. False leaves sharded matrices to torch's
+            own DTensor step, whose result differs by rounding. No effect on other optimizers.
         timeout_secs: Bound of every wait (> 0): for a copy (then
             :class:`~swapckpt.errors.TransferTimeoutError`), for the reader of a snapshot (then
             :class:`~swapckpt.errors.LeaseTimeoutError`) and for other ranks (then
@@ -98,6 +101,7 @@ class SwapConfig:
     release_staging: bool = True
     spare_nbytes: int | None = None
     master_weights: bool = False
+    gather_matrices: bool = False
     timeout_secs: float = 600.0
     shard_replicas: bool = False
     replica_group_size: int | None = None
@@ -115,6 +119,7 @@ class SwapConfig:
         require_bool("packed", self.packed)
         require_bool("release_staging", self.release_staging)
         require_bool("master_weights", self.master_weights)
+        require_bool("gather_matrices", self.gather_matrices)
         require_positive("timeout_secs", self.timeout_secs)
         self._validate_replicas()
         self._validate_state_keys()

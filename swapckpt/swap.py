@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +15,7 @@ from swapckpt._torch import called_by_fake_step, disable_dynamo, local_of, witho
 from swapckpt.broadcast import ParameterBroadcast
 from swapckpt.errors import AdoptionError, GradientError, PhaseError, StateFailedError, StepError, listing
 from swapckpt.fence import Gate, LeasingGate
+from swapckpt.gathering import Gathering
 from swapckpt.masters import masters_of
 from swapckpt.memory import HostArena
 from swapckpt.pipeline import Pipeline
@@ -25,7 +26,7 @@ from swapckpt.state import Slice, StateTable
 from swapckpt.update import BatchedUpdate, refuse_flags, refuse_joint_steps, unhooked_step, why_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -85,6 +86,9 @@ class Swap:
         self.load_hooks: list[RemovableHandle] = []
         self._subsets: list[list[tuple[int, list[Tensor]]]] = []
         self._known_groups: list[list[Tensor]] = []
+        self._gathering: Gathering | None = None
+        if config.gather_matrices and Gathering.concerns(self.original_class):
+            self._gathering = Gathering(device)
         self._sliced: dict[int, SlicedParam] = {}  # by the index of their batch
         self._budget_nbytes = 0
         self._pid = os.getpid()
@@ -144,7 +148,6 @@ class Swap:
         groups = [group["params"] for group in optimizer.param_groups]
         if _same_params(groups, self._known_groups):
             return
-        self._known_groups = [list(params) for params in groups]
         live = {param: index for index, params in enumerate(groups) for param in params}
         for param, group in live.items():
             self._name(optimizer, param, group)
@@ -154,20 +157,20 @@ class Swap:
             replicas.follow(everything)
             refuse_joint_steps(self.original_class, filter(replicas.owner_of, everything))
             live = {param: group for param, group in live.items() if replicas.owns(param)}
+        if self._gathering is not None:
+            self._gathering.follow(live)
         known = self.table.entries
         fresh = [param for param in live if param not in known]
         self.table.keep(live, optimizer.state)
         self._add(optimizer, fresh, live)
         self._subsets = self._group_subsets(optimizer)
+        self._known_groups = [list(params) for params in groups]  # last: what failed is tried again
         kept = self.table.entries.keys() | set(everything)
         for param in [param for param in self.names if param not in kept]:
             del self.names[param]  # a name must not keep a parameter that is gone
 
     def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
-        items = [
-            Item(local.numel(), local.nbytes, why_whole(self.original_class, local, self.config) is None)
-            for local in map(local_of, fresh)
-        ]
+        items = [self._item(param) for param in fresh]
         if self._budget_nbytes == 0:
             max_batches = self.config.swap_times
         else:  # later additions: as many batches as keep them no larger than the first ones
@@ -179,6 +182,12 @@ class Swap:
                 self._sliced[batch.index] = SlicedParam(self.table, batch, cut.slices, config=self.config)
         largest = max((cut_nbytes(cut, items) for cut in cuts), default=0)
         self._budget_nbytes = max(self._budget_nbytes, largest)
+
+    def _item(self, param: Tensor) -> Item:
+        if self._gathering is not None:  # exchanges between ranks follow the batches: the same cut on all
+            return Item(param.numel(), param.numel() * param.element_size())
+        local = local_of(param)
+        return Item(local.numel(), local.nbytes, why_whole(self.original_class, local, self.config) is None)
 
     def cuts(self) -> Iterator[Cut]:
         """The batches that there are, as ranges over the parameters one after the other."""
@@ -197,6 +206,8 @@ class Swap:
         self.table.rebind(new_of)
         if self.sharing is not None:
             self.sharing.replicas.rebind(new_of)
+        if self._gathering is not None:
+            self._gathering.rebind(new_of)
         self._known_groups = [[new_of.get(param, param) for param in known] for known in self._known_groups]
         self._subsets = self._group_subsets(optimizer)
 
@@ -293,11 +304,19 @@ class Swap:
 
     def _update(self, optimizer: Optimizer, update: BatchedUpdate, batch: Batch) -> None:
         subset = self._subset(batch)
-        if not self.config.master_weights:
+        state, gathering = optimizer.state, self._gathering
+        if not self.config.master_weights and gathering is None:
             update.run(subset)
             return
-        with masters_of(batch, optimizer.state, self.device) as masters:
-            update.run((group, [masters.get(param, param) for param in params]) for group, params in subset)
+        with ExitStack() as stack:
+            masters: Mapping[Tensor, Tensor] = {}
+            if self.config.master_weights:
+                masters = stack.enter_context(masters_of(batch, state, self.device))
+            standins: dict[Tensor, Tensor | None] = dict(masters)
+            if gathering is not None:
+                stepped = {entry.param: masters.get(entry.param, entry.param) for entry in batch.active}
+                standins |= stack.enter_context(gathering.whole(stepped, state))
+            update.run((group, list(_stood_in(params, standins))) for group, params in subset)
 
     def _run(self, optimizer: Optimizer) -> None:
         self.phase = Phase.STEPPING
@@ -367,6 +386,14 @@ class Swap:
                 raise
             msg = f"The optimizer's existing state could not be moved to the host: {error.__cause__}"
             raise AdoptionError(msg) from error
+
+
+def _stood_in(params: Iterable[Tensor], standins: Mapping[Tensor, Tensor | None]) -> Iterator[Tensor]:
+    """What to step in the place of ``params``: None stands for what another rank steps."""
+    for param in params:
+        standin = standins.get(param, param)
+        if standin is not None:
+            yield standin
 
 
 def _sharing(config: SwapConfig, device: Device, groups: Mapping[Tensor, ProcessGroup]) -> ParameterBroadcast:

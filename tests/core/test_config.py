@@ -37,6 +37,7 @@ WRONG: list[tuple[str, Any, str]] = [
         ("min_slice_numel", value, "min_slice_numel must be an integer >= 1")
         for value in (0, 1.0, True, None)
     ),
+    *(("gather_matrices", value, "gather_matrices must be True or False") for value in (1, "yes", None)),
     *(("shard_replicas", value, "shard_replicas must be True or False") for value in (1, "yes", None)),
     *(
         ("replica_group_size", value, "replica_group_size must be an integer >= 1")
@@ -79,6 +80,7 @@ RIGHT: list[tuple[str, Any]] = [
     ("split_oversized", None),
     ("split_oversized", False),
     ("min_slice_numel", 1),
+    ("gather_matrices", True),
     ("shard_replicas", True),
     ("replica_group_size", None),
     ("replica_bucket_nbytes", 512),
