@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -273,8 +274,17 @@ def adopt(
 
 def drop_elsewhere(optimizer: Optimizer) -> None:
     """Give up state of parameters that other ranks own, from before the adoption."""
-    for _, param in swapped_state(optimizer).elsewhere():
+    view, sharing = swapped_state(optimizer), swap_of(optimizer).sharing
+    for _, param in view.elsewhere():
         optimizer.state.pop(param, None)
+    if sharing is None or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    if not any(sharing.replicas.owner_of(param) for _, param in view.everything()):
+        msg = (
+            "shard_replicas=True has no effect: no parameter is placed Replicate on a mesh or is in a DDP "
+            "module, so every rank keeps and steps the state of all its parameters."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=3)
 
 
 def _require_whole(optimizer: Optimizer, action: str) -> None:

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import swapckpt
-from swapckpt.errors import AdoptionError, ConfigError, UnsupportedOptimizerError
+from swapckpt.errors import AdoptionError, ConfigError, ReplicaError, StepError, UnsupportedOptimizerError
 from swapckpt.optimizer import swap_of
 from swapckpt.plan import align_up
-from tests.ranks.training import CONFIG, Twins, backward, build, local
+from swapckpt.swap import Phase
+from tests.ranks.training import CONFIG, OPTIMIZERS, Twins, backward, build, local
 
 if TYPE_CHECKING:
     from tests.multirank import RankRunner
@@ -201,28 +202,80 @@ def test_adoption(run_ranks: RankRunner) -> None:
         )
 
 
-def own_nothing() -> list[object]:
-    """Two parameters, four replicas: two ranks own nothing, and a group field still advances there."""
-    params = [torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(3))]
-    optimizer = swapckpt.swap_optimizer(
-        Counting(params, lr=0.1), CONFIG, replica_groups=dict.fromkeys(params, dist.group.WORLD)
-    )
-    for _ in range(3):
-        for param in params:
+def own_nothing() -> tuple[int, list[float], Phase]:
+    """Two parameters, four replicas: two ranks own nothing, and a group field still advances there.
+
+    Parameters are replaced on the way. In the end rank 0 fails.
+    """
+    model = torch.nn.Linear(10, 4)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    groups = dict.fromkeys(model.parameters(), dist.group.WORLD)
+    swapckpt.swap_optimizer(optimizer, CONFIG, replica_groups=groups)
+    manager = swapckpt.StateManager(model, optimizer)
+    for step in range(3):
+        if step == 2:
+            replaced = {name: torch.nn.Parameter(param.data) for name, param in model.named_parameters()}
+            new_to_old = {new: model.get_parameter(name) for name, new in replaced.items()}
+            model.weight, model.bias = replaced["weight"], replaced["bias"]
+            manager.rebind(new_to_old)
+        for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
-    return [optimizer.param_groups[0]["calls"], len(optimizer.state), [each.tolist() for each in params]]
+    calls, values = (
+        optimizer.param_groups[0]["calls"],
+        [each.tolist()[0] for each in (model.bias, model.weight[0])],
+    )
+    optimizer.fails = dist.get_rank() == 0
+    with pytest.raises(StepError if optimizer.fails else ReplicaError):
+        optimizer.step()
+    return calls, values, swap_of(optimizer).phase
 
 
 class Counting(torch.optim.SGD):
+    fails = False
+
     def step(self, closure: object = None) -> object:  # type: ignore[override]
         for group in self.param_groups:
             group["calls"] = group.get("calls", 0) + 1
+        if self.fails:
+            raise ArithmeticError("no more")
         return super().step(closure)
 
 
 def test_a_rank_that_owns_nothing_takes_part(run_ranks: RankRunner) -> None:
     ranks = run_ranks(4, own_nothing)
     assert [calls for calls, _, _ in ranks] == [3] * 4
-    assert all(params == ranks[0][2] for _, _, params in ranks)
-    assert ranks[0][2][1] == pytest.approx([0.7] * 3)
+    for _, values, phase in ranks:
+        assert values == pytest.approx([1 - 0.1 * (1 + 1.9 + 2.71)] * 2)
+        assert phase is Phase.FAILED  # also where nothing is owned: what came from others is torn
+
+
+def step_special_kinds() -> tuple[list[str], int]:
+    """fp32 masters of bf16 parameters, and parameters that are stepped in slices."""
+    twins = Twins("ddp", "AdamW", dtype=torch.bfloat16, master_weights=True)
+    swapckpt.swap_optimizer(twins.plain, replace(CONFIG, shard_replicas=False, master_weights=True))
+    twins.train(range(5))
+    twins.assert_same()
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, numel)) for numel in (20_000, 15_000, 7)]
+    plain_params = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizer, plain = OPTIMIZERS["AdamW"](params), OPTIMIZERS["AdamW"](plain_params)
+    config = replace(CONFIG, swap_times=8, min_slice_numel=1024, replica_bucket_nbytes=30_000)
+    swapckpt.swap_optimizer(optimizer, config, replica_groups=dict.fromkeys(params, dist.group.WORLD))
+    for _ in range(3):
+        for param, other in zip(params, plain_params, strict=True):
+            param.grad = other.grad = param.detach().cos()
+        optimizer.step()
+        plain.step()
+    assert all(map(torch.equal, params, plain_params))
+    with pytest.warns(UserWarning, match="shard_replicas=True has no effect"):
+        swapckpt.swap_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), CONFIG)
+    return twins.owned(), len(swap_of(optimizer)._sliced)
+
+
+def test_masters_and_slices_are_shared_too(run_ranks: RankRunner) -> None:
+    ranks = run_ranks(4, step_special_kinds)
+    assert [num_sliced for _, num_sliced in ranks] == [1, 1, 0, 0]
+    owned = [name for names, _ in ranks for name in names]
+    assert len(owned) == len(set(owned)) == 10
