@@ -15,6 +15,7 @@ import torch.distributed as dist
 import swapckpt
 from swapckpt.errors import GradientError, ReplicaError, StateFailedError, StepError, SwapCkptError
 from swapckpt.optimizer import swap_of
+from tests.manager.training import same_bits
 from tests.ranks.training import CONFIG, backward, build
 
 if TYPE_CHECKING:
@@ -57,16 +58,34 @@ def run_out() -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def fail_in_the_update(layout: str) -> list[object]:
-    _, optimizer, manager = trainer(layout)
-    if dist.get_rank() == 2:
-        optimizer.trouble = run_out
-    return [error_of(optimizer.step), error_of(manager.state_dict), manager.memory().device_nbytes]
+def fail_in_the_update(layout: str, path: Path) -> tuple[object, object, int]:
+    """The step fails, a checkpoint is loaded, and the step is taken again: as if nothing had happened."""
+    model, optimizer, manager = trainer(layout)
+    other_model, other, _ = trainer(layout)
+    other.step()
+    with swapckpt.Checkpointer(path, {"model": model, "optimizer": manager}) as service:
+        service.save(1).wait()
+        if dist.get_rank() == 2:
+            optimizer.trouble = run_out
+        step, export = error_of(optimizer.step), error_of(manager.state_dict)
+        device_nbytes = manager.memory().device_nbytes
+        optimizer.trouble = None
+        assert service.load() == 1
+    optimizer.step()
+    for param, expected in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert same_bits(param.data, expected.data)
+        state, other_state = optimizer.state.get(param, {}), other.state.get(expected, {})
+        assert state.keys() == other_state.keys()
+        assert all(same_bits(state[key], other_state[key]) for key in state)
+    return step, export, device_nbytes
 
 
 @pytest.mark.parametrize("layout", ["hsdp", "ddp"])
-def test_a_failed_update_fails_the_step_everywhere(run_ranks: RankRunner, layout: str) -> None:
-    for rank, (step, export, device_nbytes) in enumerate(run_ranks(4, fail_in_the_update, layout)):
+def test_a_failed_update_fails_the_step_everywhere(
+    run_ranks: RankRunner, tmp_path: Path, layout: str
+) -> None:
+    ranks = run_ranks(4, fail_in_the_update, layout, tmp_path / "checkpoints")
+    for rank, (step, export, device_nbytes) in enumerate(ranks):
         assert step[0] is (StepError if rank == 2 else ReplicaError)
         assert ("no room" if rank == 2 else "The step failed on rank 2.") in step[1]
         assert "restore both from a checkpoint" in step[1]
