@@ -276,30 +276,30 @@ def shown_in_full(swap: Swap, view: StateView, *, max_nbytes: int) -> Iterator[N
 
     (all ranks; between steps) Leaving it, in whatever way, frees what was received.
     """
-    if swap.sharing is None:
-        yield
-        return
-    state, journey = view.optimizer.state, FullState(swap, view, swap.sharing, max_nbytes=max_nbytes)
-    received: dict[Tensor, Values] = {}
+    state, before = view.optimizer.state, swap.phase
     bound: list[Tensor] = []
     swap.phase = Phase.SHOWING
     try:
-        for part in journey.batches():
-            for param, values in part.items():
-                if not swap.sharing.replicas.owns(param):
-                    received.setdefault(param, {}).update(values)
-        for param, values in received.items():
-            view.received[param] = values
-            if param in journey.created:
-                bound.append(param)
-                state[param] = dict(values)
+        if swap.sharing is not None:
+            journey = FullState(swap, view, swap.sharing, max_nbytes=max_nbytes)
+            view.received.update(_received(journey, swap.sharing))
+            bound += (param for param in view.received if param in journey.created)
+            state.update((param, dict(view.received[param])) for param in bound)
         yield
     finally:
         for param in bound:
             state.pop(param, None)
         view.received.clear()
-        received.clear()
-        swap.phase = Phase.IDLE
+        swap.phase = before
+
+
+def _received(journey: FullState, sharing: ParameterBroadcast) -> dict[Tensor, Values]:
+    received: dict[Tensor, Values] = {}
+    for part in journey.batches():
+        for param, values in part.items():
+            if not sharing.replicas.owns(param):
+                received.setdefault(param, {}).update(values)
+    return received
 
 
 def stream(swap: Swap, view: StateView, *, max_nbytes: int) -> Iterator[dict[Tensor, Values]]:
@@ -308,7 +308,7 @@ def stream(swap: Swap, view: StateView, *, max_nbytes: int) -> Iterator[dict[Ten
         yield {param: dict(view.values(param)) for _, param in view.params()}
         return
     parts = FullState(swap, view, swap.sharing, max_nbytes=max_nbytes).batches()
-    swap.phase = Phase.SHOWING
+    before, swap.phase = swap.phase, Phase.SHOWING
     try:
         for part in parts:  # noqa: UP028 - `yield from` would close what the others wait for
             yield part
@@ -317,4 +317,4 @@ def stream(swap: Swap, view: StateView, *, max_nbytes: int) -> Iterator[dict[Ten
             pass
         raise
     finally:
-        swap.phase = Phase.IDLE
+        swap.phase = before

@@ -82,13 +82,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def show_foreign(path: Path) -> list[str]:
+def show_foreign(path: Path, config: swapckpt.SwapConfig | None) -> list[str]:
     plain_model, plain = build(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     train(plain_model, plain)
     expected = flattened(swapckpt.StateManager(plain_model, plain).state_dict())
     model, optimizer = build(OwnerSGD)
     assert isinstance(optimizer, OwnerSGD)
-    manager = swapckpt.StateManager(model, optimizer)
+    manager = swapckpt.StateManager(model, optimizer, config)
     with pytest.raises(PhaseError, match=r"before the first step; .*\n  - parameter 0: momentum_buffer"):
         manager.full_state().__enter__()
     with pytest.raises(UnsupportedOptimizerError, match="not known before its first step"):
@@ -97,6 +97,9 @@ def show_foreign(path: Path) -> list[str]:
     train(model, optimizer)
     own = local_state(optimizer)
     with manager.full_state() as state:
+        if config is not None:
+            with pytest.raises(PhaseError, match="showing the state of all ranks"):
+                optimizer.step()
         assert_same_bits(flattened(state), expected)
         assert_same_bits(flattened(manager.state_dict()), expected)
     assert local_state(optimizer) == own
@@ -121,7 +124,7 @@ def show_foreign(path: Path) -> list[str]:
     exported = manager.state_dict()["state"]
     fresh_model, fresh = build(OwnerSGD)
     train(fresh_model, fresh)
-    fresh_manager = swapckpt.StateManager(fresh_model, fresh)
+    fresh_manager = swapckpt.StateManager(fresh_model, fresh, config)
     assert isinstance(exported, dict)
     fresh_manager.load_state_dict({**manager.state_dict(), "state": {}}, allow_missing=True)
     assert local_state(fresh) == []
@@ -131,8 +134,11 @@ def show_foreign(path: Path) -> list[str]:
     return list(exported)
 
 
-def test_a_fused_broadcast_is_driven_through_a_window(run_ranks: RankRunner, tmp_path: Path) -> None:
-    ranks = run_ranks(2, show_foreign, tmp_path / "checkpoint")
+@pytest.mark.parametrize("config", [None, swapckpt.SwapConfig(min_numel=1, swap_times=2)])
+def test_a_fused_broadcast_is_driven_through_a_window(
+    run_ranks: RankRunner, tmp_path: Path, config: swapckpt.SwapConfig | None
+) -> None:
+    ranks = run_ranks(2, show_foreign, tmp_path / "checkpoint", config)
     assert ranks == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
     model, optimizer = build(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     dcp.load({"optimizer": swapckpt.StateManager(model, optimizer)}, checkpoint_id=tmp_path / "checkpoint")
