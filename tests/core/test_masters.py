@@ -197,6 +197,23 @@ def test_device_bytes(policy: str, swap_times: int) -> None:
     assert swap_of(pair.swapped).table.swapped_nbytes == 12 * numel * 8
 
 
+def test_a_master_that_was_forgotten_is_made_again_within_the_bound() -> None:
+    """It is created beside the staged moments, in a batch that creates nothing else."""
+    config = replace(MASTERS, swap_times=4)
+    pair = Pair(Recipe(cls=optim.AdamW, dtype=torch.bfloat16, shapes=EQUAL), config, CpuDevice("lazy"))
+    pair.step(2)
+    for param in pair.params:
+        del pair.swapped.state[param][MASTER]
+    with torch.no_grad():
+        for master, param in zip(pair.hand.masters, pair.hand.params, strict=True):
+            master.copy_(param)
+    ledger, batch_numel = pair.device.ledger, 2 * 32 * 64
+    ledger.reset_peak()
+    pair.step()
+    pair.check()
+    assert ledger.device_peak_nbytes <= 3 * KEYS_AND_MASTER * 4 * batch_numel + 4 * batch_numel
+
+
 def test_one_copy_moves_masters_along_with_the_moments() -> None:
     pair = Pair(Recipe(cls=optim.AdamW, dtype=torch.bfloat16, shapes=EQUAL), replace(MASTERS, swap_times=4))
     pair.step()

@@ -61,6 +61,7 @@ class Life(RuleBasedStateMachine):
         packed=st.booleans(),
         spares=st.sampled_from([0, None]),
         steps_before=st.integers(0, 2),
+        sliced=st.booleans(),
     )
     def begin(
         self,
@@ -71,6 +72,7 @@ class Life(RuleBasedStateMachine):
         packed: bool,
         spares: int | None,
         steps_before: int,
+        sliced: bool,
     ) -> None:
         cls, options = OPTIMIZERS[optimizer]
         self.config = SwapConfig(
@@ -78,13 +80,15 @@ class Life(RuleBasedStateMachine):
             staging_buffers=staging_buffers,
             packed=packed,
             spare_nbytes=spares,
+            split_oversized=None if sliced else False,
+            min_slice_numel=1,
             min_numel=16,
             timeout_secs=20,
         )
         self.device = FailingDevice(policy, seed=5)
         self.mask = [True] * 32
         self.twins = Twins(
-            Recipe(cls=cls, options=options, shapes=((20, 30), (7,), (33, 16), (500,))),
+            Recipe(cls=cls, options=options, shapes=((20, 130), (7,), (33, 16), (500,))),
             self.config,
             self.device,
             steps_before=steps_before,

@@ -113,6 +113,7 @@ def test_batches_and_layout_stay() -> None:
     assert [[entry.name for entry in batch.params] for batch in table.batches] == cuts
     assert [batch.segments for batch in table.batches] == segments
     assert all(entry.param is param for param, entry in table.entries.items())
+    assert {tensor.param for batch in table.batches for tensor in batch.tensors} <= set(model.parameters())
 
 
 def test_old_parameters_are_let_go() -> None:
@@ -236,6 +237,17 @@ def test_state_of_the_new_parameter_is_not_thrown_away() -> None:
         RebindError, match=r"head.bias: the new parameter has state or a batch of its own already"
     ):
         manager.rebind({model.head.bias: old})
+
+
+def test_a_parameter_cannot_take_two_places() -> None:
+    """Tied by the new wrapper: one object in the places of two."""
+    model, optimizer, manager = build(config=None)
+    kept, lost = model.blocks[0].up.weight, model.blocks[1].up.weight
+    model.blocks[1].up.weight = kept
+    before = everything(model, optimizer)
+    with pytest.raises(RebindError, match=r"blocks.0.up.weight: would be held 2 times"):
+        manager.rebind({kept: lost})  # type: ignore[dict-item]
+    assert everything(model, optimizer) == before
 
 
 def test_not_within_a_step() -> None:
