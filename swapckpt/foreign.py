@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from swapckpt.ownership import Coordinate
 
 
+_Binding = tuple["Tensor", "dict[str, object]", "dict[str, object] | None"]
+"""Key and value of an optimizer's state, and what the value held if it is a mapping."""
+
+
 class StateBroadcast(Protocol):
     """How an optimizer that keeps state on owners brings it to all ranks.
 
@@ -158,10 +162,10 @@ def published(optimizer: Optimizer, broadcast: StateBroadcast) -> Iterator[dict[
     Failing anywhere leaves ``optimizer.state`` as it was before.
     """
     with ExitStack() as stack:
-        before = {
-            key: dict(values) if isinstance(values, dict) else values
+        before = [
+            (key, values, dict(values) if isinstance(values, dict) else None)
             for key, values in optimizer.state.items()
-        }
+        ]
         stack.callback(_restore, optimizer, before)
         stack.callback(broadcast.finish)
         received: dict[Tensor, dict[str, object]] = {}
@@ -176,6 +180,10 @@ def published(optimizer: Optimizer, broadcast: StateBroadcast) -> Iterator[dict[
         yield {param: dict(optimizer.state[param]) for param in received}
 
 
-def _restore(optimizer: Optimizer, before: Mapping[Tensor, dict[str, object]]) -> None:
+def _restore(optimizer: Optimizer, before: Sequence[_Binding]) -> None:
     optimizer.state.clear()
-    optimizer.state.update(before)
+    for key, values, content in before:
+        if content is not None:  # in the same mapping: who holds it goes on seeing the state
+            values.clear()
+            values.update(content)
+        optimizer.state[key] = values

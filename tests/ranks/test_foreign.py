@@ -60,11 +60,11 @@ class OwnerSGD(torch.optim.SGD):
 
     def cleanup_synced_state(self) -> None:
         self.calls.append("cleanup")
+        if self.trouble == "cleanup":
+            raise RuntimeError("the clean-up failed")
         for param in self._param_to_broadcast_info:
             if self.owner_of(param) != dist.get_rank():
                 self.state.pop(param, None)
-        if self.trouble == "cleanup":
-            raise RuntimeError("the clean-up failed")
 
 
 def build(
