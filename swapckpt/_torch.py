@@ -12,6 +12,7 @@
 | ``metadata._MEM_FORMAT_ENCODING`` | how DCP's ``.metadata`` writes a memory format | 2.11 - 2.14 |
 | ``TorchDispatchMode``, ``OpOverload._schema`` | which tensors an operation reads and writes |
 | ``torch._disable_dynamo`` | as on torch's own ``step``: ``torch.compiler.disable`` imports the compiler |
+| ``torch._foreach_copy_`` | thousands of small copies in one call |
 | ``_init_optim_state`` (by name) | the fake step of DCP's state-dict helpers |
 
 All of them exist in torch 2.11 to 2.14; a test checks the installed one.
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
+from torch import _foreach_copy_ as foreach_copy
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
@@ -50,6 +52,7 @@ __all__ = [
     "StorageInfo",
     "called_by_fake_step",
     "disable_dynamo",
+    "foreach_copy",
     "is_scheduler_wrapper",
     "local_of",
     "spec_for",

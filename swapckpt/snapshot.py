@@ -4,6 +4,7 @@ mirrors."""
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from swapckpt.memory import HostSegment
     from swapckpt.swap import Swap
+
+
+_IMMUTABLE = (int, float, bool, str, bytes, type(None))
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -55,7 +59,7 @@ class Snapshot:
     ) -> None:
         self._copy_tensor = copy_tensor
         self._segments: dict[int, HostSegment] = {}  # by the address of a mirror
-        self._unread: dict[HostSegment, set[int]] = {}
+        self._unread: defaultdict[HostSegment, set[int]] = defaultdict(set)
         guarded = []
         for swap in swaps:
             for batch in swap.table.batches:
@@ -75,18 +79,20 @@ class Snapshot:
     def _frozen(self, value: object) -> object:
         """``value`` with everything copied that is not under the lease."""
         if isinstance(value, torch.Tensor):
-            local, segment = local_of(value), self.segment_of(value)
-            if segment is not None:
-                self._unread.setdefault(segment, set()).add(local.data_ptr())
-                return value
-            return self._copy_tensor(value)
+            local = local_of(value)
+            address = local.data_ptr() if local.is_cpu else 0
+            segment = self._segments.get(address)
+            if segment is None:
+                return self._copy_tensor(value)
+            self._unread[segment].add(address)
+            return value
         if isinstance(value, dict):
             return {key: self._frozen(each) for key, each in value.items()}
         if isinstance(value, list):
             return [self._frozen(each) for each in value]
         if isinstance(value, tuple):
             return tuple(self._frozen(each) for each in value)
-        return copy.deepcopy(value)
+        return value if type(value) in _IMMUTABLE else copy.deepcopy(value)
 
     @property
     def segments(self) -> tuple[HostSegment, ...]:

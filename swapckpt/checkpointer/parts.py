@@ -88,7 +88,9 @@ class ModulePart(Part):
         # Buffers change in the next forward, parameters not before the next step: only they can wait.
         late = {alias for names in named_parameters(self.module).values() for alias in names}
         return {
-            key: _copied(value, staging.copy if key in late else host_copy, name=f"{self.name}.{key}")
+            key: staging.copy(value, name=key)
+            if key in late and isinstance(value, torch.Tensor)
+            else _copied(value, host_copy, name=f"{self.name}.{key}")
             for key, value in self.live().items()
         }
 

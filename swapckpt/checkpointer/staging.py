@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import local_of, spec_of, wrap_local
+from swapckpt._torch import foreach_copy, local_of, spec_of, wrap_local
 from swapckpt.device import device_for
 from swapckpt.memory import HostArena
 from swapckpt.plan import lay_out
 from swapckpt.state import byte_view, is_dense, tensor_spec
+from swapckpt.storage.items import check_storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,24 +47,37 @@ class Staging:
     def __init__(self, *, timeout_secs: float) -> None:
         self._timeout_secs = timeout_secs
         self._lanes: dict[torch.device, _Lane] = {}
+        self._small = _SmallTensors()
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A host tensor that will hold what ``tensor`` holds now, as soon as :meth:`synchronize` returns."""
-        local = local_of(tensor.detach())
-        is_small = local.device.type == "cpu" and local.nbytes < SMALL_NBYTES
-        if is_small or not _is_plain(local):
+    def copy(self, tensor: Tensor, *, name: str = "a tensor") -> Tensor:
+        """A host tensor that will hold what ``tensor`` holds now, as soon as :meth:`synchronize` returns.
+
+        Raises:
+            ReleasedStorageError: There is no memory behind ``tensor``, which the message calls ``name``.
+        """
+        # Run for each of tens of thousands of tensors while training waits: every call in here is felt.
+        local = local_of(tensor)
+        check_storage(local, name=name)
+        is_plain = _is_plain(local)
+        if is_plain and local.is_cpu and local.nbytes < SMALL_NBYTES and local.is_contiguous():
+            small = self._small.copy(local)
+            return small if local is tensor else wrap_local(small, spec_of(tensor))
+        local = local.detach()
+        if not is_plain:
             return wrap_local(local.to("cpu", copy=True), spec_of(tensor))
         if local.device not in self._lanes:
             self._lanes[local.device] = _Lane(local.device, timeout_secs=self._timeout_secs)
         return wrap_local(self._lanes[local.device].copy(local), spec_of(tensor))
 
     def start(self) -> None:
-        """Submit the copies, behind what the compute stream has been given so far."""
+        """Submit the copies, behind what the compute stream has been given so far. Small ones are made."""
+        self._small.start()
         for lane in self._lanes.values():
             lane.start()
 
     def reset(self) -> None:
         """Forget what ``copy`` was called for since the last ``start``: that save does not take place."""
+        self._small.reset()
         for lane in self._lanes.values():
             lane.reset()
 
@@ -85,6 +99,36 @@ class Staging:
     def nbytes(self) -> int:
         """Host bytes held for copies."""
         return sum(lane.nbytes for lane in self._lanes.values())
+
+
+class _SmallTensors:
+    """Copies of small host tensors, made all at once: one call for each would take longer than the copy."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def copy(self, local: Tensor) -> Tensor:
+        index = len(self._sources)
+        self._sources.append(local)
+        if index < len(self._kept):
+            kept = self._kept[index]
+            if kept.shape == local.shape and kept.dtype is local.dtype:
+                return kept
+            del self._kept[index:]
+        kept = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+        self._kept.append(kept)
+        return kept
+
+    def reset(self) -> None:
+        self._sources = []
+
+    def start(self) -> None:
+        sources, self._sources = self._sources, []
+        del self._kept[len(sources) :]
+        if sources:
+            with torch.no_grad():
+                foreach_copy(self._kept, sources)
 
 
 class _Lane:
@@ -136,10 +180,10 @@ class _Lane:
 def _is_plain(local: Tensor) -> bool:
     """True when the bytes of a tensor are all there is to it."""
     return (
-        local.layout is torch.strided
+        type(local) in (torch.Tensor, torch.nn.Parameter)
+        and local.layout is torch.strided
         and local.numel() > 0
-        and type(local) in (torch.Tensor, torch.nn.Parameter)
-        and is_dense(local)
+        and (local.is_contiguous() or is_dense(local))
         and not local.is_conj()
         and not local.is_neg()
     )

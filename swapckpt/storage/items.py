@@ -137,7 +137,8 @@ def check_storage(tensor: Tensor, *, name: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return
     storage_nbytes = tensor.untyped_storage().nbytes()
-    if storage_nbytes < (tensor.storage_offset() + _span(tensor)) * tensor.itemsize:
+    span = tensor.numel() if tensor.is_contiguous() else _span(tensor)
+    if storage_nbytes < (tensor.storage_offset() + span) * tensor.itemsize:
         raise ReleasedStorageError(
             f"{name}: the tensor of {tensor.nbytes} bytes has a storage of {storage_nbytes}. "
             "It was released (swapped out, or resized): save the tensors that state_dict() hands out."
