@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from swapckpt.storage.files import FileReader, FileWriter
 
 ALIGNMENT = 4096
-"""Memory, file offset and length of direct I/O are multiples of this; more than any device asks for."""
+"""File offset and length of direct I/O are multiples of this; more than any device asks for."""
+MEMORY_ALIGNMENT = 512
+"""Memory of direct I/O begins at a multiple of this, as mirrors do. Few devices want more: PosixWriter."""
 BUFFER_NBYTES = 8 << 20
 CHUNK_NBYTES = 16 << 20
 MIN_DIRECT_NBYTES = 64 << 10
@@ -35,9 +37,9 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
 
 
-def is_aligned(view: memoryview, offset: int) -> bool:
+def is_aligned(view: memoryview, offset: int, *, memory: int = MEMORY_ALIGNMENT) -> bool:
     """True when ``view`` can travel to or from ``offset`` of a file by direct I/O (its tail excepted)."""
-    return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0 and address_of(view) % ALIGNMENT == 0
+    return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0 and address_of(view) % memory == 0
 
 
 class PosixFiles:
@@ -153,6 +155,7 @@ class PosixWriter:
         self._drop = drop_page_cache
         self._flushed = 0  # bytes handed to the system; a multiple of ALIGNMENT while direct
         self._held = 0  # bytes in the buffer, which belong behind them
+        self._memory = MEMORY_ALIGNMENT  # or more, once the device has asked for it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor, self._direct = _open_direct(path, flags, wanted=direct)
         self._buffer = memoryview(mmap.mmap(-1, BUFFER_NBYTES))
@@ -163,7 +166,7 @@ class PosixWriter:
 
     def append(self, data: memoryview) -> None:
         with explained("writing", self._path):
-            if self._direct and is_aligned(data, self.position):
+            if self._direct and is_aligned(data, self.position, memory=self._memory):
                 self._flush()
                 body = len(data) - len(data) % ALIGNMENT
                 self._write(data[:body])
@@ -206,6 +209,10 @@ class PosixWriter:
                 # Some file systems accept the flag and then refuse the write.
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
+                if address_of(data) % ALIGNMENT and self._memory < ALIGNMENT:  # perhaps it is the memory
+                    self._memory = ALIGNMENT
+                    self._hold(data)
+                    return
                 self._stop_direct()
                 continue
             self._flushed += written

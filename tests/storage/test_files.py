@@ -23,7 +23,13 @@ from hypothesis import strategies as st
 from swapckpt.errors import StorageError
 from swapckpt.storage import posix
 from swapckpt.storage.files import Files, is_transient, open_files, read_bytes, retried, split_url
-from swapckpt.storage.posix import ALIGNMENT, BUFFER_NBYTES, MIN_DIRECT_NBYTES, PosixFiles
+from swapckpt.storage.posix import (
+    ALIGNMENT,
+    BUFFER_NBYTES,
+    MIN_DIRECT_NBYTES,
+    PosixFiles,
+    address_of,
+)
 from swapckpt.storage.remote import FsspecFiles
 
 
@@ -197,7 +203,7 @@ def has_direct(folder: Path) -> bool:
     return not str(folder).startswith("/dev/shm")
 
 
-@pytest.mark.parametrize("shift", [0, 64])
+@pytest.mark.parametrize("shift", [0, 64, 512])
 def test_direct_writes_and_reads_leave_the_page_cache_alone(tmp_path: Path, shift: int) -> None:
     if not has_direct(tmp_path):
         pytest.skip("this file system keeps its files in memory or has no direct I/O")
@@ -309,6 +315,30 @@ def test_a_file_system_without_direct_writes_gets_ordinary_ones(
     refused = refusing(where, monkeypatch)
     data = write(PosixFiles(tmp_path), "x", b"head", aligned(200_000), aligned(300_000), b"tail")
     assert refused
+    assert read_bytes(PosixFiles(tmp_path), "x") == data
+
+
+def test_a_device_that_wants_memory_at_pages_gets_it_from_the_buffer_and_stays_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_direct(tmp_path):
+        pytest.skip("this file system keeps its files in memory or has no direct I/O")
+    refused: list[int] = []
+    os_pwrite = os.pwrite
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and address_of(data) % ALIGNMENT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os_pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    pieces = [aligned(64 * ALIGNMENT, shift=512) for _ in range(3)]
+    data = write(PosixFiles(tmp_path), "x", *pieces)
+    assert len(refused) == 1  # asked once per file
+    assert not is_cached(tmp_path / "x")
     assert read_bytes(PosixFiles(tmp_path), "x") == data
 
 
