@@ -14,6 +14,7 @@ PRIVATE = {
     "_MEM_FORMAT_ENCODING": "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "_compile": "torch._compile",
     "_disable_dynamo": "torch._compile._disable_dynamo",
+    "_foreach_copy_": "torch._foreach_copy_",
     "_dtensor_spec": "torch.distributed.tensor._dtensor_spec",
     "_local_tensor": "torch.distributed.tensor.DTensor._local_tensor",
     "_spec": "torch.distributed.tensor.DTensor._spec",
