@@ -115,7 +115,7 @@ class Loader:
                 no_dist=self._ranks.group is None,
             )
         except CheckpointException as failure:
-            raise unwrapped(failure, what=what) from failure
+            raise unwrapped(failure, what=what, rank=self._ranks.rank) from failure
         except RuntimeError as lost:
             if isinstance(lost, SwapCkptError):
                 raise

@@ -173,7 +173,7 @@ class StatefulPart(Part):
 
     def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
         del allow_partial
-        return _with_saved_keys(self.name, self.live(), metadata)
+        return _with_saved_keys(self.name, self.live(), metadata, is_read=self.is_read)
 
     def restored(self, loaded: object, *, allow_partial: bool) -> None:
         del allow_partial
@@ -225,7 +225,7 @@ class ValuePart(Part):
 
     def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
         del allow_partial
-        return _with_saved_keys(self.name, self.live(), metadata)
+        return _with_saved_keys(self.name, self.live(), metadata, is_read=self.is_read)
 
     def restored(self, loaded: object, *, allow_partial: bool) -> None:
         value = self._states[self.name]
@@ -257,6 +257,11 @@ def part_for(name: str, states: Mapping[str, object]) -> Part:
         return PerRankPart(name, value)
     if isinstance(value, Stateful):
         return StatefulPart(name, value)
+    if not isinstance(states, MutableMapping) and not isinstance(value, MutableMapping):
+        raise ConfigError(
+            f"states[{name!r}] is a plain value, which cannot be written back by a load: states is a "
+            f"{type(states).__name__}. Pass a dict."
+        )
     return ValuePart(name, states)
 
 
@@ -284,7 +289,9 @@ def _copied(value: object, copy_tensor: Callable[[Tensor], Tensor], *, name: str
     return copy.deepcopy(value)
 
 
-def _with_saved_keys(name: str, live: object, metadata: Metadata) -> object:
+def _with_saved_keys(
+    name: str, live: object, metadata: Metadata, *, is_read: Callable[[str], bool]
+) -> object:
     """``live`` with everything added that the checkpoint has below ``name``: a Stateful decides by itself
     what it does with keys it did not have before (a scheduler of another version, later counters)."""
     if not isinstance(live, Mapping):
@@ -293,7 +300,8 @@ def _with_saved_keys(name: str, live: object, metadata: Metadata) -> object:
     tree = _mappings_copied(live)
     for key, entry in metadata.state_dict_metadata.items():
         path = paths.get(key)
-        if key.startswith(f"{name}.") and isinstance(path, tuple) and all(type(at) is str for at in path):
+        is_below = key.startswith(f"{name}.") and is_read(key)
+        if is_below and isinstance(path, tuple) and all(type(at) is str for at in path):
             _add(tree, path[1:], entry)
     return tree
 

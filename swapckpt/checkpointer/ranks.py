@@ -137,8 +137,12 @@ class Ranks:
                 dist.destroy_process_group(each)
 
 
-def unwrapped(failure: CheckpointException, *, what: str) -> SwapCkptError:
-    """What to raise for an error of DCP, which is a BaseException and says of each rank what went wrong."""
+def unwrapped(failure: CheckpointException, *, what: str, rank: int) -> BaseException:
+    """What ``rank`` raises for an error of DCP, which is a BaseException and says of each rank what went
+    wrong. An interrupt stays what it is on its own rank."""
+    own, _ = failure.failures.get(rank, (None, None))
+    if own is not None and not isinstance(own, Exception):
+        return own
     errors = {rank: error for rank, (caught, _) in failure.failures.items() if (error := _portable(caught))}
     return _first_or_all(what, errors) if errors else CheckpointError(f"{what} failed: {failure}")
 

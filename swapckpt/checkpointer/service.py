@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -288,7 +288,7 @@ class Checkpointer:
                 no_dist=self._ranks.group is None,
             )
         except CheckpointException as failure:
-            raise unwrapped(failure, what=what) from failure
+            raise unwrapped(failure, what=what, rank=self._ranks.rank) from failure
         except RuntimeError as lost:
             if isinstance(lost, SwapCkptError):
                 raise
@@ -427,7 +427,8 @@ def _parts(states: Mapping[str, object]) -> dict[str, Part]:
         ConfigError: ``states`` is no mapping of names to values, or a value cannot be saved.
     """
     require_instance("states", states, Mapping)
-    wrong = [name for name in states if not name or "." in name]
+    names = cast("list[object]", list(states))  # whatever the caller passed
+    wrong = [name for name in names if not isinstance(name, str) or not name or "." in name]
     if wrong:
         raise ConfigError(f"Names of states must be strings without dots, got {wrong!r}.")
     return {name: part_for(name, states) for name in states}

@@ -7,12 +7,14 @@ changes the sources is ordered behind the copy.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from swapckpt._torch import foreach_copy, local_of, spec_of, wrap_local
 from swapckpt.device import device_for
+from swapckpt.errors import TransferError, TransferTimeoutError
 from swapckpt.memory import HostArena
 from swapckpt.plan import lay_out
 from swapckpt.state import byte_view, is_dense, tensor_spec
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from swapckpt.device import CopyPair, Event
     from swapckpt.memory import HostSegment
     from swapckpt.plan import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 SMALL_NBYTES = 64 << 10
 """Host tensors below this are copied at once: that takes less than asking a thread to do it."""
@@ -141,6 +145,7 @@ class _Lane:
         self._kept: list[tuple[TensorSpec, HostSegment]] = []
         self._pairs: list[CopyPair] = []
         self._done: Event | None = None
+        self._has_failed = False
 
     def copy(self, local: Tensor) -> Tensor:
         spec, index = tensor_spec(local), len(self._pairs)
@@ -156,6 +161,9 @@ class _Lane:
     def start(self) -> None:
         del self._kept[len(self._pairs) :]
         pairs, self._pairs = self._pairs, []
+        if self._has_failed:  # else its stream would skip these copies too
+            self._device.reset()
+            self._has_failed = False
         stream = self._device.offload
         stream.wait(self._device.compute().record())
         stream.copy(pairs)
@@ -165,12 +173,23 @@ class _Lane:
         self._pairs = []
 
     def fence(self) -> None:
-        if self._done is not None:
+        if self._done is None:
+            return
+        try:
             self._device.compute().wait(self._done)
+        except TransferTimeoutError:
+            raise
+        except TransferError as error:  # raised by the save; there is nothing left to be waited for
+            logger.debug("Nothing to wait for, the copies have failed: %s", error)
 
     def synchronize(self) -> None:
-        if self._done is not None:
+        if self._done is None:
+            return
+        try:
             self._done.synchronize(self._timeout_secs)
+        except TransferError:
+            self._has_failed = True
+            raise
 
     @property
     def nbytes(self) -> int:
