@@ -73,6 +73,7 @@ format: $(READY) ## rewrite the sources as `make check` wants them
 lab: $(READY) ## every mutant with its verdict, and long random runs (minutes)
 	@$(BIN)/python -m tests.lab
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest tests/lab/test_state_machine.py tests/snapshot -q $(ARGS)
+	SWAPCKPT_FUZZ=1700 $(BIN)/python -m pytest tests/storage/test_fuzz.py -q -o timeout=1800 $(ARGS)
 
 integration: $(READY) ## real processes: torchrun on gloo, the built wheel, torch_npu
 	@$(BIN)/python -m pytest integration $(ARGS)

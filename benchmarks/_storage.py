@@ -137,9 +137,13 @@ class Saver:
 
     def next_folder(self) -> Path:
         """Remove the last checkpoint. Returns where the next one goes."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.clear()
         self._count += 1
         return self.folder
+
+    def clear(self) -> None:
+        """Remove the present checkpoint."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def ours(self) -> None:
         dcp.save(self.state, checkpoint_id=self.folder, storage_writer=self._writer, planner=self._planner)
