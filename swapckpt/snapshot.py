@@ -102,7 +102,8 @@ class Snapshot:
     def segment_of(self, tensor: Tensor) -> HostSegment | None:
         """The leased segment a tensor of ``state_dict`` lies in; None for one that was copied."""
         local = local_of(tensor)
-        return self._segments.get(local.data_ptr()) if local.device.type == "cpu" else None
+        is_in_memory = local.device.type == "cpu" and local.layout is torch.strided
+        return self._segments.get(local.data_ptr()) if is_in_memory else None
 
     def written(self, tensor: Tensor) -> None:
         """Say that ``tensor`` has been read; its segment is released when all of its tensors have."""

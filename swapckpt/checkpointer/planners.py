@@ -62,8 +62,10 @@ def _digest(value: object) -> bytes | None:
     a mistake, or of a class whose equal objects may be written differently)."""
     if not isinstance(value, torch.Tensor):
         return _hash(repr(value).encode()) if _is_plain(value) else None
-    if spec_of(value) is None and value.is_cpu and value.nbytes <= SHARED_NBYTES:
-        return _hash(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    is_strided = spec_of(value) is None and value.is_cpu and value.layout is torch.strided
+    if is_strided and value.nbytes <= SHARED_NBYTES:
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        return _hash(plain.flatten().view(torch.uint8).numpy().tobytes())
     return None
 
 

@@ -144,6 +144,7 @@ class _Lane:
         self._arena = HostArena(self._device)
         self._kept: list[tuple[TensorSpec, HostSegment]] = []
         self._pairs: list[CopyPair] = []
+        self._copying: list[CopyPair] = []  # held until it is done: its sources may be nobody else's by then
         self._done: Event | None = None
         self._has_failed = False
 
@@ -166,6 +167,7 @@ class _Lane:
             self._has_failed = False
         stream = self._device.offload
         stream.wait(self._device.compute().record())
+        self._copying = pairs
         stream.copy(pairs)
         self._done = stream.record()
 
@@ -190,6 +192,7 @@ class _Lane:
         except TransferError:
             self._has_failed = True
             raise
+        self._copying = []
 
     @property
     def nbytes(self) -> int:

@@ -124,6 +124,7 @@ class _QueueRunner:
     def __init__(self, policy: Policy, progress: _Progress, schedule: _Schedule) -> None:
         self._policy, self._progress, self._schedule = policy, progress, schedule
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
+        self._turn = threading.RLock()  # a thread that finds no job must know that the last one is done
         schedule.runners.append(weakref.ref(self))
 
     def submit(self, job: Callable[[], None], seq: int) -> None:
@@ -135,13 +136,15 @@ class _QueueRunner:
 
     def force(self, seq: int, timeout_secs: float) -> None:
         del timeout_secs  # runs on the caller: there is nobody to wait for
-        while self._progress.done < seq and self._jobs:
-            self.advance(1)
+        with self._turn:
+            while self._progress.done < seq and self._jobs:
+                self.advance(1)
 
     def advance(self, num_jobs: int) -> None:
-        for _ in range(min(num_jobs, len(self._jobs))):
-            job, seq = self._jobs.popleft()
-            self._progress.finish(seq, self._progress.attempt(job))
+        with self._turn:
+            for _ in range(min(num_jobs, len(self._jobs))):
+                job, seq = self._jobs.popleft()
+                self._progress.finish(seq, self._progress.attempt(job))
 
     def pending(self) -> int:
         return len(self._jobs)
