@@ -13,6 +13,7 @@ from rich.console import Console
 from swapckpt.demo.config import DemoConfig, default_device, default_ranks
 from swapckpt.demo.corpus import load_corpus
 from swapckpt.demo.display import Display
+from swapckpt.demo.store import opened_store
 from swapckpt.demo.story import prepare_folder, tell, write_records
 from swapckpt.demo.verdict import judge
 
@@ -37,6 +38,7 @@ def demo(  # noqa: PLR0913 - to typer every parameter is an option
     swap_times: Annotated[int, typer.Option(help="Batches the optimizer step is divided into.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, npu, .. (default: what torch has).")] = None,
+    store: Annotated[str, typer.Option(help="Checkpoints go to: disk, or s3 (a local server).")] = "disk",
     out: Annotated[Path, typer.Option(help="Folder for pictures, records and checkpoints.")] = Path(
         "demo-output"
     ),
@@ -57,6 +59,7 @@ def demo(  # noqa: PLR0913 - to typer every parameter is an option
         seed=seed,
         device=device,
         out=out,
+        store=store,
     )
     if not run_demo(config, Console()):
         raise typer.Exit(1)
@@ -65,16 +68,19 @@ def demo(  # noqa: PLR0913 - to typer every parameter is an option
 def run_demo(config: DemoConfig, console: Console) -> bool:
     """Tell the story on ``console``, write its files, and say whether every check of the verdict is ok."""
     corpus = load_corpus(config.data, min_nbytes=config.time + 1)
-    prepare_folder(config)
-    console.print(
-        f"Llama of {config.shape.params:,} parameters ({config.shape})\n"
-        f"on {corpus.name} ({len(corpus.tokens):,} bytes), FSDP2 over {config.ranks} x {config.device}\n"
-        f"below: optimizer state of rank 0, on the device (now and peak) and on the host",
-        highlight=False,
-        soft_wrap=True,
-    )
-    with Display(console, config) as display:
-        story = tell(config, display)
+    with opened_store(config) as files:
+        prepare_folder(config)
+        console.print(
+            f"Llama of {config.shape.params:,} parameters ({config.shape})\n"
+            f"on {corpus.name} ({len(corpus.tokens):,} bytes), FSDP2 over {config.ranks} x {config.device}\n"
+            f"checkpoints in {config.checkpoints}\n"
+            "below: optimizer state of rank 0, on the device (now and peak) and on the host;\n"
+            "seconds of a step, by which its save stalled training, until it was committed",
+            highlight=False,
+            soft_wrap=True,
+        )
+        with Display(console, config) as display:
+            story = tell(config, files, display)
     checks = judge(story)
     display.verdict(checks)
     write_records(config, story, checks)

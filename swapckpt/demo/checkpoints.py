@@ -1,32 +1,43 @@
-"""Checkpoint folders as stock DCP writes them: data files first, ``.metadata`` last."""
+"""What another process can see of a checkpoint that ranks are writing."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swapckpt.storage.commit import asides, has_metadata
+
 if TYPE_CHECKING:
-    from pathlib import Path
-
-_STEP_NAME = re.compile(r"step-(\d+)")
+    from swapckpt.storage import Files
 
 
-def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` lies."""
-    return root / f"step-{step}"
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes in the data files of a checkpoint (0 while there are none), and whether it is committed."""
+
+    nbytes: int
+    is_committed: bool
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether DCP finished this checkpoint: it renames ``.metadata`` into place after all data."""
-    return (folder / ".metadata").exists()
+def progress(files: Files, step: int) -> Progress:
+    """How far the checkpoint of ``step`` is."""
+    name = f"step-{step}"
+    nbytes = sum(_data_nbytes(files, folder) for folder in (name, *_attempts(files, name)))
+    return Progress(nbytes, nbytes > 0 and has_metadata(files, name))
 
 
-def data_nbytes(folder: Path) -> int:
-    """Bytes in the data files so far; 0 while the folder does not exist."""
-    return sum(file.stat().st_size for file in folder.glob("*.distcp"))
+def _attempts(files: Files, name: str) -> list[str]:
+    if not files.renames:
+        return []  # they write to the final folder
+    try:
+        return [other.folder for other in asides(files) if other.name == name]
+    except FileNotFoundError:  # nothing was ever saved
+        return []
 
 
-def complete_steps(root: Path) -> list[int]:
-    """Steps with a complete checkpoint under ``root``, oldest first."""
-    found = ((_STEP_NAME.fullmatch(folder.name), folder) for folder in root.glob("step-*"))
-    return sorted(int(match[1]) for match, folder in found if match and is_complete(folder))
+def _data_nbytes(files: Files, folder: str) -> int:
+    try:
+        entries = files.entries(folder)
+    except FileNotFoundError:  # not begun yet, or renamed just now: that is the commit
+        return 0
+    return sum(entry.nbytes for entry in entries if entry.name.endswith(".distcp"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt.config import require_int
+from swapckpt.config import require_choice, require_int
 from swapckpt.demo.model import LlamaShape, parse_count, solve_shape
 from swapckpt.demo.records import TrainConfig
 from swapckpt.errors import ConfigError
@@ -26,7 +26,8 @@ class DemoConfig:
         ranks: Number of processes the model is sharded over.
         device: Device type ("cpu", "cuda", "npu", ...).
         data: Text to train on, or None for the one that ships with CPython.
-        out: Folder for pictures, records, logs and checkpoints.
+        out: Folder for pictures, records and logs, and for checkpoints where ``store`` is "disk".
+        store: Where checkpoints go: "disk", or "s3" for a server that the demo starts.
         steps: Steps of the reference run; the resumed run ends there too.
         save_every: Steps between two saves.
         batch: Sequences per step, over all ranks (a multiple of ``ranks``).
@@ -41,6 +42,7 @@ class DemoConfig:
     device: str = "cpu"
     data: Path | None = None
     out: Path = Path("demo-output")
+    store: str = "disk"
     steps: int = 20
     save_every: int = 4
     batch: int = 8
@@ -58,6 +60,7 @@ class DemoConfig:
         require_int("swap_times", self.swap_times, minimum=1)
         solve_shape(parse_count(self.params))
         require_int("seed", self.seed, minimum=0)
+        require_choice("store", self.store, ["disk", "s3"])
         if self.steps < 2 * self.save_every:
             msg = (
                 f"The demo is killed in its second save or later and resumes from the one before: "
@@ -85,8 +88,8 @@ class DemoConfig:
         return solve_shape(parse_count(self.params))
 
     @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
+    def checkpoints(self) -> str:
+        return str(self.out / "checkpoints") if self.store == "disk" else "s3://swapckpt-demo/checkpoints"
 
     @property
     def logs(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
     from swapckpt.demo.verdict import Check, Kill, RunLog
 
 _ROWS = 12
+_PADDING = (0, 0, 0, 1)  # all columns fit into 80 characters, with the longest values
 _STYLES = {"reference": "dim", "swapped": "cyan", "resumed": "green"}
+
+
+@dataclass(slots=True)
+class _Row:
+    """One step; seconds that its save kept training and took in all, if it was saved."""
+
+    run: str
+    record: Stepped
+    stall: str = ""
+    save: str = ""
 
 
 class Display:
@@ -34,7 +46,7 @@ class Display:
         self._console = console
         self._config = config
         self._chapter = Spinner("dots")
-        self._rows: list[tuple[str, Stepped, str]] = []  # run, record, save column
+        self._rows: list[_Row] = []
         self._ended = False
         self._live: Live | None = None
         if console.is_terminal:
@@ -61,28 +73,35 @@ class Display:
             case Started() if event.start:
                 self._line(f"{log.name:9} resumed after step {event.start}")
             case Stepped():
-                self._rows.append((log.name, event, ""))
+                self._rows.append(_Row(log.name, event))
                 self._line(_plain_row(log.name, event, self._config.steps))
             case Saving():
-                self._mark_save("saving")
+                self._row_of(event.step).save = "writing"
             case Saved():
-                self._mark_save(f"{event.secs:.2f} s")
-                self._line(f"{log.name:9} saved step {event.step} in {event.secs:.2f} s")
+                row = self._row_of(event.step)
+                row.stall, row.save = f"{event.stalled_secs:.3f}", f"{event.secs:.2f}"
+                self._line(
+                    f"{log.name:9} saved step {event.step}: stalled training by {event.stalled_secs:.3f} s, "
+                    f"committed in {event.secs:.2f} s"
+                )
             case _:
                 pass
 
-    def kill(self, step: int, kill: Kill | None) -> None:
-        """All ranks were killed in the save of ``step``, or (None) that save was too fast."""
-        self._mark_save("missed" if kill is None else "KILLED")
-        if kill is None:
-            self._line(f"the save of step {step} was complete before the kill; waiting for the next")
-        else:
-            written = human_nbytes(kill.written_nbytes)
-            self._line(f"SIGKILL to all ranks in the save of step {step}: {written} written, no .metadata")
+    def killed(self, kill: Kill) -> None:
+        """All ranks were killed inside a save."""
+        self._row_of(kill.step).save = "KILLED"
+        written = f"{human_nbytes(kill.written_nbytes)} of {human_nbytes(kill.whole_nbytes)}"
+        self._line(f"SIGKILL to all ranks while step {kill.step} was written: {written}, no commit")
+
+    def missed(self, step: int) -> None:
+        """The save to be killed in was too fast; its end is reported as that of any other."""
+        self._line(f"the save of step {step} was committed before the kill; waiting for the next")
 
     def verdict(self, checks: Sequence[Check]) -> None:
         """The final table."""
-        table = Table(box=box.SIMPLE_HEAD, title="verdict", title_justify="left", title_style="bold")
+        table = Table(
+            box=box.SIMPLE_HEAD, padding=_PADDING, title="verdict", title_justify="left", title_style="bold"
+        )
         table.add_column("check")
         table.add_column("", justify="center")
         table.add_column("evidence")
@@ -91,30 +110,31 @@ class Display:
             table.add_row(check.claim, mark, check.evidence)
         self._console.print(table)
 
-    def _mark_save(self, save: str) -> None:
-        name, record, _ = self._rows[-1]
-        self._rows[-1] = (name, record, save)
+    def _row_of(self, step: int) -> _Row:
+        return next(row for row in reversed(self._rows) if row.record.step == step)
 
     def _line(self, text: str) -> None:
         if self._live is None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Table | Group:
-        table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+        table = Table(box=box.SIMPLE_HEAD, padding=_PADDING, title_justify="left")
         table.add_column("run")
-        for name in ("step", "loss", "device", "peak", "host", "secs", "save"):
+        for name in ("step", "loss", "device", "peak", "host", "secs", "stall", "save"):
             table.add_column(name, justify="right", no_wrap=True)
-        for name, record, save in self._rows[-_ROWS:]:
+        for row in self._rows[-_ROWS:]:
+            record = row.record
             table.add_row(
-                name,
+                row.run,
                 f"{record.step}/{self._config.steps}",
                 f"{record.loss:.4f}",
                 human_nbytes(record.device_nbytes),
                 human_nbytes(record.device_peak_nbytes),
                 human_nbytes(record.host_nbytes),
                 f"{record.secs:.2f}",
-                Text(save, "bold red" if save == "KILLED" else ""),
-                style=_STYLES[name],
+                row.stall,
+                Text(row.save, "bold red" if row.save == "KILLED" else ""),
+                style=_STYLES[row.run],
             )
         return table if self._ended else Group(table, self._chapter)
 

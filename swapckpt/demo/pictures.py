@@ -141,11 +141,12 @@ def _mark_kill(axes: Axes, story: Story, *, words: bool) -> None:
         axes.spines[side].set_visible(False)
     if story.kill is None:
         return
-    killed, resumed = story.kill.step, story.kill.newest_complete
+    # Training went on while the step was saved: what is lost ends with the last step that was done.
+    resumed, killed = story.kill.newest_committed, story.swapped.steps[-1].step
     axes.axvline(killed, color=_RED, linestyle="--", linewidth=1.2)
     axes.axvspan(resumed, killed, color=_RED, alpha=0.08, linewidth=0)
     if words:
-        _note(axes, f"SIGKILL in the save\nof step {killed}", step=killed, offset=4, align="left")
+        _note(axes, f"SIGKILL in the save\nof step {story.kill.step}", step=killed, offset=4, align="left")
         _note(axes, f"resumed\nfrom step {resumed}", step=resumed, offset=-4, align="right")
 
 

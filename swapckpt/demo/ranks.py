@@ -17,7 +17,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from swapckpt.demo.checkpoints import data_nbytes, is_complete
+from swapckpt.demo.checkpoints import progress
 from swapckpt.demo.records import DIE_WITH, decode
 from swapckpt.errors import SwapCkptError
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from swapckpt.demo.records import Event, TrainConfig
+    from swapckpt.storage import Files
 
 _POLL_SECS = 0.2
-_WATCH_SECS = 0.0005
+_SLICE_SECS = 0.002
+_SETTLE_SECS = 0.2
 _LOG_TAIL_LINES = 15
 _EXIT_SECS = 10.0
 
@@ -53,7 +55,7 @@ class Ranks:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._cleanup = ExitStack()
-        self._killed = False
+        self._is_killed = False
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,9 @@ class Ranks:
         self._processes.append(process)
 
     def events(self) -> Iterator[Event]:
-        """Rank 0's records as they come, until all ranks ended well or :meth:`kill_inside_save` ended them.
+        """Rank 0's records as they come, until all ranks ended well or were killed inside a save.
+
+        What a rank reported before it was killed comes too: it trained while it was saving.
 
         Raises:
             RanksFailedError: A rank ended with an error.
@@ -95,7 +99,7 @@ class Ranks:
         pipe = self._processes[0].stdout
         assert pipe is not None
         pending = b""
-        while not self._killed:
+        while True:
             readable, _, _ = select.select([pipe], [], [], _POLL_SECS)
             if not readable:
                 self._raise_if_failed()  # rank 0 may be waiting for a dead one
@@ -106,43 +110,59 @@ class Ranks:
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
                 yield decode(line.decode())
-        if not self._killed:
+        if not self._is_killed:
             self._await_exit()
             self._raise_if_failed()
 
-    def kill_inside_save(self, folder: Path, *, at_nbytes: int) -> int | None:
-        """SIGKILL all ranks while they write the checkpoint in ``folder``; call it when the save begins.
+    def kill_inside_save(self, files: Files, step: int, *, at_nbytes: int) -> int | None:
+        """SIGKILL all ranks while they write the checkpoint of ``step``; call it when the save begins.
 
-        The moment is when ``at_nbytes`` of data are there, but not the metadata that completes the save.
-        The ranks are stopped first and killed only if the save is then still incomplete: a save that was
-        too fast costs nothing, they go on.
+        The moment is when ``at_nbytes`` of data are there, but the checkpoint is not committed. The ranks
+        run for a moment, stand still while this looks, and so on: however slow the look is, the save is
+        not over meanwhile. One that was committed in between costs nothing, they go on.
 
         Returns:
-            Bytes of data written when the ranks died, or None if the save was already complete.
+            Bytes of data written when the ranks died, or None if the save was already committed.
         """
-        while data_nbytes(folder) < at_nbytes and not is_complete(folder):
+        while True:
+            self._stop()
+            seen = progress(files, step)
+            if not files.renames and seen.nbytes >= at_nbytes:
+                time.sleep(_SETTLE_SECS)  # a server works on what it was sent before
+                seen = progress(files, step)
+            if seen.is_committed:
+                self._signal(signal.SIGCONT)
+                return None
+            if seen.nbytes >= at_nbytes:
+                self._is_killed = True
+                self._end()
+                return seen.nbytes
             self._raise_if_failed()
-            time.sleep(_WATCH_SECS)
+            self._signal(signal.SIGCONT)
+            time.sleep(_SLICE_SECS)
+
+    def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            process.send_signal(signal.SIGSTOP)
+            process.send_signal(number)
+
+    def _stop(self) -> None:
+        """Stop all ranks, and wait until they stand still."""
+        self._signal(signal.SIGSTOP)
         for process in [process for process in self._processes if process.returncode is None]:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        if is_complete(folder):
-            for process in self._processes:
-                process.send_signal(signal.SIGCONT)
-            return None
-        self.kill()
-        return data_nbytes(folder)
 
     def kill(self) -> None:
         """SIGKILL and reap every rank. Does nothing to ranks that ended already."""
-        self._killed = True
+        self._end()
+        for process in self._processes:
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def _end(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
 
     def _await_exit(self) -> None:
         """Give ranks time to leave after rank 0 closed its pipe; what stays is killed on leaving."""

@@ -11,6 +11,9 @@ from swapckpt.demo.model import LlamaShape
 DIE_WITH = "--die-with"
 """Option of the trainer: PID of the process that it must not outlive."""
 
+KEEP_LATEST = 2
+"""Checkpoints that a run keeps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -25,7 +28,7 @@ class TrainConfig:
     time: int  # tokens per sequence
     learning_rate: float
     swap_times: int | None = None
-    checkpoints: Path | None = None
+    checkpoints: str | None = None  # path or URL
     save_every: int = 0
     timeline: Path | None = None
 
@@ -38,7 +41,7 @@ class TrainConfig:
         """The record that :meth:`to_json` wrote."""
         fields = json.loads(text)
         fields["shape"] = LlamaShape(**fields["shape"])
-        for name in ("data", "checkpoints", "timeline"):
+        for name in ("data", "timeline"):
             fields[name] = None if fields[name] is None else Path(fields[name])
         return cls(**fields)
 
@@ -73,16 +76,20 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The save of step ``step`` begins now."""
+    """The save of step ``step`` has begun, and the one before it is committed."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The checkpoint of step ``step`` is complete."""
+    """The checkpoint of step ``step`` is committed, ``secs`` after its save began.
+
+    Of these the training thread was kept for ``stalled_secs``.
+    """
 
     step: int
+    stalled_secs: float
     secs: float
 
 

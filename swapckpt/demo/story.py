@@ -7,11 +7,12 @@ import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from swapckpt.demo.checkpoints import complete_steps, data_nbytes, is_complete, step_folder
+from swapckpt.demo.checkpoints import progress
 from swapckpt.demo.ranks import Ranks
 from swapckpt.demo.records import Finished, Saved, Saving, Started, Stepped
 from swapckpt.demo.verdict import Kill, RunLog, Story
 from swapckpt.errors import ConfigError
+from swapckpt.storage import committed_steps, list_checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from swapckpt.demo.display import Display
     from swapckpt.demo.records import Event, TrainConfig
     from swapckpt.demo.verdict import Check
+    from swapckpt.storage import Files
 
 RECORDS_NAME = "records.json"
 _RECORDS_BEGIN = '{\n "made_by": "swapckpt demo",'
 _FOLDERS = ("checkpoints", "logs")
 _FILES = ("loss.png", "memory.png", "timeline.json")
-_KEEP_CHECKPOINTS = 2
 
 
-def tell(config: DemoConfig, display: Display) -> Story:
+def tell(config: DemoConfig, files: Files, display: Display) -> Story:
     """Run all three runs, one after the other, and show them while they run.
 
     Raises:
@@ -37,10 +38,10 @@ def tell(config: DemoConfig, display: Display) -> Story:
     display.chapter("1/3 reference", "plain AdamW, state on the device, no saves")
     reference = _run_to_end("reference", config.reference_run(), config=config, display=display)
     display.chapter("2/3 swapped", f"{config.swap_times} batches, a save every {config.save_every} steps")
-    swapped, kill = _run_to_kill(config, display)
+    swapped, kill = _run_to_kill(config, files, display)
     display.chapter("3/3 resumed", "the same command again")
     resumed = _run_to_end("resumed", config.swapped_run(), config=config, display=display)
-    return Story(reference, swapped, resumed, kill)
+    return Story(reference, swapped, resumed, kill, tuple(committed_steps(files)))
 
 
 def prepare_folder(config: DemoConfig) -> None:
@@ -90,51 +91,41 @@ def _run_to_end(name: str, train: TrainConfig, *, config: DemoConfig, display: D
     log = RunLog(name)
     with Ranks(train, world=config.ranks, folder=config.logs / name) as ranks:
         for event in ranks.events():
-            _note(event, log, config=config, display=display)
+            _note(event, log, display)
     return log
 
 
-def _run_to_kill(config: DemoConfig, display: Display) -> tuple[RunLog, Kill | None]:
+def _run_to_kill(config: DemoConfig, files: Files, display: Display) -> tuple[RunLog, Kill | None]:
     log = RunLog("swapped")
     kill = None
     with Ranks(config.swapped_run(), world=config.ranks, folder=config.logs / log.name) as ranks:
         for event in ranks.events():
-            _note(event, log, config=config, display=display)
-            if isinstance(event, Saving) and event.step >= config.kill_step:
-                kill = _try_to_kill(ranks, event.step, config=config)
-                display.kill(event.step, kill)
+            _note(event, log, display)
+            if kill is None and isinstance(event, Saving) and event.step >= config.kill_step:
+                kill = _try_to_kill(ranks, files, event.step)
+                if kill is None:
+                    display.missed(event.step)
+    if kill is not None:
+        display.killed(kill)
     return log, kill
 
 
-def _try_to_kill(ranks: Ranks, step: int, *, config: DemoConfig) -> Kill | None:
-    folder = step_folder(config.checkpoints, step)
-    newest_complete = complete_steps(config.checkpoints)[-1]
-    half_nbytes = data_nbytes(step_folder(config.checkpoints, newest_complete)) // 2
-    written_nbytes = ranks.kill_inside_save(folder, at_nbytes=half_nbytes)
+def _try_to_kill(ranks: Ranks, files: Files, step: int) -> Kill | None:
+    whole_nbytes = progress(files, committed_steps(files)[-1]).nbytes
+    written_nbytes = ranks.kill_inside_save(files, step, at_nbytes=whole_nbytes // 2)
     if written_nbytes is None:
         return None
-    return Kill(
-        step=step,
-        written_nbytes=written_nbytes,
-        incomplete=not is_complete(folder),
-        newest_complete=newest_complete,
-    )
+    return Kill(step, written_nbytes, whole_nbytes, tuple(list_checkpoints(files)))
 
 
-def _note(event: Event, log: RunLog, *, config: DemoConfig, display: Display) -> None:
+def _note(event: Event, log: RunLog, display: Display) -> None:
     match event:
         case Started():
             log.start = event.start
         case Stepped():
             log.steps.append(event)
         case Saved():
-            log.save_secs[event.step] = event.secs
-            _drop_old_checkpoints(config.checkpoints)
+            log.saves.append(event)
         case Finished():
             log.finished = event
     display.event(log, event)
-
-
-def _drop_old_checkpoints(root: Path) -> None:
-    for step in complete_steps(root)[:-_KEEP_CHECKPOINTS]:
-        shutil.rmtree(step_folder(root, step))

@@ -16,23 +16,32 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from collections import deque
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import swapckpt
-from swapckpt.demo.checkpoints import complete_steps, step_folder
 from swapckpt.demo.corpus import load_corpus
 from swapckpt.demo.model import Llama
-from swapckpt.demo.records import DIE_WITH, Finished, Saved, Saving, Started, Stepped, TrainConfig, encode
+from swapckpt.demo.records import (
+    DIE_WITH,
+    KEEP_LATEST,
+    Finished,
+    Saved,
+    Saving,
+    Started,
+    Stepped,
+    TrainConfig,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -45,45 +54,56 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def train(config: TrainConfig, report: Callable[[Event], None]) -> None:
-    """Train from the newest complete checkpoint, or from scratch, to ``config.steps``."""
+    """Train from the newest committed checkpoint, or from scratch, to ``config.steps``."""
     rank, world = dist.get_rank(), dist.get_world_size()
     corpus = load_corpus(config.data, min_nbytes=config.time + 1)
     model = _sharded_model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
 
-    # All of swapckpt is here: `optimizer` stays the same object, and from now on its step() swaps. The
-    # manager is what stock DCP saves and loads below.
-    manager = None
+    # All of swapckpt is here and in two lines below. `optimizer` stays the same object, and from now on its
+    # step() swaps; the checkpointer saves and loads all that this job needs to go on.
+    manager = checkpointer = None
     if config.swap_times is not None:
         manager = swapckpt.StateManager(model, optimizer, swapckpt.SwapConfig(swap_times=config.swap_times))
+    if config.checkpoints is not None:
+        states = {"model": model, "optimizer": manager}
+        retention = swapckpt.CheckpointConfig(keep_latest=KEEP_LATEST)
+        checkpointer = swapckpt.Checkpointer(config.checkpoints, states, retention)
 
-    start, job = 0, {"model": model, "optimizer": manager}
-    if config.checkpoints is not None and (complete := complete_steps(config.checkpoints)):
-        start = complete[-1]
-        planner = swapckpt.StrictLoadPlanner(*[manager] if manager is not None else [])
-        dcp.load(job, checkpoint_id=step_folder(config.checkpoints, start), planner=planner)
-    report(Started(start=start, device=config.device))
+    with checkpointer or nullcontext():
+        start = (checkpointer.load() or 0) if checkpointer is not None else 0
+        report(Started(start=start, device=config.device))
+        saves: deque[swapckpt.SaveHandle] = deque()
 
-    for step in range(start + 1, config.steps + 1):
-        begin = time.perf_counter()
-        batch = corpus.batch(step=step, seed=config.seed, size=config.batch, time=config.time)
-        inputs, targets = (tokens.chunk(world)[rank].to(config.device) for tokens in batch)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        with _recorded(manager, config.timeline if step == config.steps else None):
-            optimizer.step()
-        optimizer.zero_grad()
-        mean_loss = _mean(loss.detach())
-        secs = time.perf_counter() - begin
-        report(Stepped(step, mean_loss.hex(), secs, *_accounted_nbytes(optimizer, manager)))
-
-        if config.checkpoints is not None and step % config.save_every == 0:
-            report(Saving(step))
+        for step in range(start + 1, config.steps + 1):
             begin = time.perf_counter()
-            dcp.save(job, checkpoint_id=step_folder(config.checkpoints, step))
-            report(Saved(step, time.perf_counter() - begin))
+            batch = corpus.batch(step=step, seed=config.seed, size=config.batch, time=config.time)
+            inputs, targets = (tokens.chunk(world)[rank].to(config.device) for tokens in batch)
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            with _recorded(manager, config.timeline if step == config.steps else None):
+                optimizer.step()
+            optimizer.zero_grad()
+            mean_loss = _mean(loss.detach())
+            secs = time.perf_counter() - begin
+            report(Stepped(step, mean_loss.hex(), secs, *_accounted_nbytes(optimizer, manager)))
 
+            if checkpointer is not None and step % config.save_every == 0:
+                saves.append(checkpointer.save(step))  # a thread writes; waits only for the save before
+                report(Saving(step))
+            _report_committed(saves, report)
+
+    _report_committed(saves, report)  # leaving the block has waited for the last one
     report(Finished(_digest(model.parameters()), _digest(_state_tensors(optimizer))))
+
+
+def _report_committed(saves: deque[swapckpt.SaveHandle], report: Callable[[Event], None]) -> None:
+    """Take the saves out that are over. Raises the error of one that failed."""
+    while saves and saves[0].done():
+        save = saves.popleft()
+        stats = save.result()
+        secs = save.stalled_secs + stats.staged_secs + stats.write_secs
+        report(Saved(save.step, save.stalled_secs, secs))
 
 
 def _sharded_model(config: TrainConfig) -> Llama:

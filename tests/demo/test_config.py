@@ -26,6 +26,7 @@ from swapckpt.errors import ConfigError
         ("seed", -1, "seed must be"),
         ("swap_times", 0, "swap_times must be"),
         ("params", "many", "model size"),
+        ("store", "S3", "store must be one of disk, s3, got 'S3'"),
         ("device", "abacus", "device must be 'cpu' or what torch finds here"),
     ],
 )
@@ -64,7 +65,7 @@ def test_train_config_survives_json() -> None:
         Started(start=4, device="cpu"),
         Stepped(3, (0.1 + 0.2).hex(), 0.5, 0, 1, 2),
         Saving(3),
-        Saved(3, 0.25),
+        Saved(3, 0.01, 0.25),
         Finished("a", "b"),
     ],
 )

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from swapckpt.demo.config import DemoConfig
 from swapckpt.demo.display import Display
-from swapckpt.demo.records import Saved, Saving, Started
+from swapckpt.demo.records import Saving, Started
 from swapckpt.demo.units import human_nbytes
 from swapckpt.demo.verdict import judge
 from tests.demo.stories import MIB, make_story
@@ -44,13 +44,15 @@ def show(*, terminal: bool) -> str:
             display.event(log, Started(start=log.start, device="cpu"))
             for record in log.steps:
                 display.event(log, record)
-                if record.step in log.save_secs:
+                if record.step % 3 == 0 and log is not story.reference:
                     display.event(log, Saving(record.step))
-                    display.event(log, Saved(record.step, log.save_secs[record.step]))
+                for save in log.saves:
+                    if save.step == record.step - 1:  # training goes on before a save is committed
+                        display.event(log, save)
             if log is story.swapped:
                 assert story.kill is not None
-                display.event(log, Saving(story.kill.step))
-                display.kill(story.kill.step, story.kill)
+                display.killed(story.kill)
+        display.event(log, log.saves[-1])
     display.verdict(judge(story))
     return sent.getvalue()
 
@@ -59,11 +61,11 @@ def test_log_has_one_plain_line_per_event_within_80_columns() -> None:
     lines = show(terminal=False).splitlines()
     assert not [line for line in lines if len(line) > 80]
     assert "\x1b" not in "".join(lines)
-    assert sum(" step " in line and " loss " in line for line in lines) == 12 + 6 + 9
+    assert sum(" step " in line and " loss " in line for line in lines) == 12 + 7 + 9
     assert any(
         re.match(r"swapped +step  6/12 +loss 0\.8333 .*0 B .*7\.00 MiB.*38\.0 MiB", line) for line in lines
     )
-    assert any("saved step 3 in 0.10 s" in line for line in lines)
+    assert any("saved step 3: stalled training by 0.010 s, committed in 0.10 s" in line for line in lines)
     assert any("SIGKILL" in line and "step 6" in line and "1000 B" not in line for line in lines)
     assert any("resumed after step 3" in line for line in lines)
 
@@ -73,7 +75,10 @@ def test_terminal_shows_one_table_within_80_columns() -> None:
     assert not [line for line in text.splitlines() if len(line) > 80]
     last = text[text.rindex("peak") :]
     assert re.search(r"swapped +6/12 +0\.8333 +0 B +7\.00 MiB +38\.0 MiB +0\.10 +KILLED", last)
-    assert re.search(r"resumed +12/12", last)
+    assert re.search(r"swapped +7/12 .* 0\.10 *$", last, re.MULTILINE)
+    for step in (6, 9, 12):
+        assert re.search(rf"resumed +{step}/12 .* 0\.10 +0\.010 +0\.10 *$", last, re.MULTILINE)
+    assert "writing" not in last
 
 
 def test_verdict_names_each_check_once() -> None:

@@ -34,14 +34,14 @@ def test_loss_shows_every_step_of_the_three_runs() -> None:
     top, bottom = loss_figure(make_story()).axes
     shown = curves(top)
     assert shown["reference (unswapped)"] == (list(range(1, 13)), [5 / n for n in range(1, 13)])
-    assert shown["swapped, killed"][0] == list(range(1, 7))
+    assert shown["swapped, killed"][0] == list(range(1, 8))
     assert shown["resumed"][0] == list(range(4, 13))
     assert curves(bottom)["resumed"] == (list(range(4, 13)), [0.0] * 9)
 
 
 def test_loss_marks_the_kill() -> None:
     top, _ = loss_figure(make_story()).axes
-    assert ([6, 6], [0, 1]) in curves(top).values()
+    assert ([7, 7], [0, 1]) in curves(top).values()  # the last step that was done while step 6 was saved
     assert {text.get_text() for text in top.texts} == {
         "SIGKILL in the save\nof step 6",
         "resumed\nfrom step 3",
@@ -50,18 +50,18 @@ def test_loss_marks_the_kill() -> None:
 
 def test_loss_says_so_when_runs_differ() -> None:
     story = make_story()
-    assert "all 15 losses equal" in loss_figure(story).get_suptitle()
+    assert "all 16 losses equal" in loss_figure(story).get_suptitle()
     record = story.resumed.steps[2]
     story.resumed.steps[2] = replace(record, loss_hex=math.nextafter(record.loss, 9).hex())
-    assert "1 of 15 losses differ" in loss_figure(story).get_suptitle()
+    assert "1 of 16 losses differ" in loss_figure(story).get_suptitle()
 
 
 def test_memory_shows_device_and_host_swapped_and_not() -> None:
     device, host = (curves(axes) for axes in memory_figure(make_story()).axes)
     assert device["unswapped, all the time"] == (list(range(1, 13)), [38.0] * 12)
-    assert device["swapped, within a step"][1] == [7.0] * 6
-    assert device["swapped, between steps"][1] == [0.0] * 6
-    assert host["swapped"][1] == [38.0] * 6
+    assert device["swapped, within a step"][1] == [7.0] * 7
+    assert device["swapped, between steps"][1] == [0.0] * 7
+    assert host["swapped"][1] == [38.0] * 7
     assert host["unswapped"][1] == [0.0] * 12
 
 

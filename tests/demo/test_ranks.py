@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from swapckpt.demo.checkpoints import complete_steps, is_complete, step_folder
 from swapckpt.demo.config import DemoConfig
 from swapckpt.demo.ranks import Ranks, RanksFailedError
 from swapckpt.demo.records import Finished, Saving, Stepped
+from swapckpt.storage import CheckpointState, committed_steps, list_checkpoints, open_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,29 +42,35 @@ def trainers() -> list[psutil.Process]:
 def test_all_ranks_die_inside_the_save(config: DemoConfig, tmp_path: Path) -> None:
     config = replace(config, ranks=2, batch=2)
     events = []
+    files = open_files(config.checkpoints)
     with Ranks(config.swapped_run(), world=2, folder=tmp_path) as ranks:
         for event in ranks.events():
             events.append(event)
-            if event == Saving(2):
+            if event == Saving(1):  # what comes until the kill stays in the pipe
                 processes = trainers()
                 assert len(processes) == 2
-                written_nbytes = ranks.kill_inside_save(step_folder(config.checkpoints, 2), at_nbytes=1)
+                written_nbytes = ranks.kill_inside_save(files, 2, at_nbytes=1)
                 assert written_nbytes is not None
                 assert written_nbytes > 0
                 assert not [process for process in processes if process.is_running()]
-    assert events[-1] == Saving(2)
-    assert complete_steps(config.checkpoints) == [1]
+    assert [event.step for event in events if isinstance(event, Stepped)][:2] == [1, 2]
+    assert not any(isinstance(event, Finished) for event in events)
+    assert committed_steps(files) == [1]
+    assert [(info.step, info.state) for info in list_checkpoints(files)] == [
+        (1, CheckpointState.COMPLETE),
+        (2, CheckpointState.INCOMPLETE),
+    ]
 
 
 def test_ranks_go_on_when_the_save_was_too_fast(config: DemoConfig, tmp_path: Path) -> None:
+    files = open_files(config.checkpoints)
     with Ranks(config.swapped_run(), world=1, folder=tmp_path) as ranks:
         events = []
         for event in ranks.events():
             events.append(event)
             if event == Saving(2):
-                folder = step_folder(config.checkpoints, 2)
-                assert ranks.kill_inside_save(folder, at_nbytes=10**12) is None
-                assert is_complete(folder)
+                assert ranks.kill_inside_save(files, 2, at_nbytes=10**12) is None
+                assert committed_steps(files) == [1, 2]
     assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3]
     assert isinstance(events[-1], Finished)
 

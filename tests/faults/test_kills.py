@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swapckpt.demo.checkpoints import complete_steps
+from swapckpt.storage import committed_steps, open_files
 from tests.faults.files import Call, Calls, writer
 from tests.faults.matrix import NEW, OLD
 from tests.faults.ranks import Training, wait_for
@@ -81,7 +81,7 @@ def what_loads(root: Path, places: list[Path]) -> list[int | str]:
 
 
 def _what_loads(training: Training, root: Path, place: Path) -> int | str:
-    steps = complete_steps(place)
+    steps = committed_steps(open_files(place))
     if not steps:
         return REFUSED
     try:
