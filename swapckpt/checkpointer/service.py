@@ -260,6 +260,10 @@ class Checkpointer:
             self._ranks.agree_in_save(what, error=self._staging_error())
             staged_secs = time.perf_counter() - begin
             self._write(step, state_dict, overwrite=overwrite, what=what)
+        except BaseException:
+            if self._ranks.is_coordinator:
+                self._writer.abandon()  # a disk that is full is not kept full by what nobody will finish
+            raise
         finally:
             self._release()
         if self._ranks.is_coordinator:

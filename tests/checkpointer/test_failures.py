@@ -91,6 +91,7 @@ def test_an_unread_failure_is_raised_once_by_whatever_comes_next(
     assert handle.done()
     checkpointer.close()  # it was heard
     assert checkpointer.steps() == []
+    assert list(tmp_path.iterdir()) == []  # what was written is not kept on a disk that may be full
 
 
 def test_a_load_leaves_an_unread_failure_for_later(tmp_path: Path) -> None:
