@@ -3,9 +3,10 @@
     python integration/device_check.py --json result.json
 
 Needs torch, NumPy and this repository, a few minutes at most, and one device that ``torch.accelerator``
-finds. It checks that results are equal as bits, that an idle optimizer holds no device memory and that a step
-holds what the formula says; and it measures steps and copies beside plain torch in the same run. Exit code 0:
-all checks passed; 1: one failed; 2: there is no accelerator.
+finds; and what the checkpoint service requires, to measure how long a save stalls training. It checks that
+results are equal as bits, that an idle optimizer holds no device memory and that a step holds what the
+formula says; and it measures steps and copies beside plain torch in the same run. Exit code 0: all checks
+passed; 1: one failed; 2: there is no accelerator.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # it need not be installed
 
 import swapckpt
 from swapckpt.device import AcceleratorDevice
-from swapckpt.errors import HostMemoryError
+from swapckpt.errors import HostMemoryError, StorageError
 from swapckpt.memory import HostArena
 from swapckpt.plan import lay_out
 
@@ -81,7 +83,7 @@ class StepRow:
     swapped_secs: float
     load_gbps: float
     offload_gbps: float
-    snapshot_secs: float  # what taking a snapshot costs the training thread
+    save_stall_secs: float | None  # of the training thread in an asynchronous save; None: not measured
 
     @property
     def ratio(self) -> float:
@@ -292,7 +294,7 @@ def measure_steps(state_nbytes: int, device: torch.device) -> StepRow:
     clear()
     manager = swapckpt.StateManager(nn.ParameterList(params), optimizer)
     swapped_secs = timed(optimizer.step)
-    snapshot_secs = timed(lambda: manager.snapshot().close())
+    save_stall_secs = measure_save_stall(manager)
     with manager.record_timeline() as timeline:
         optimizer.step()
     moved = {"load": [0, 1], "offload": [0, 1]}  # bytes, nanoseconds
@@ -301,7 +303,23 @@ def measure_steps(state_nbytes: int, device: torch.device) -> StepRow:
             moved[span.name][0] += span.nbytes
             moved[span.name][1] += span.end_ns - span.begin_ns
     load_gbps, offload_gbps = (nbytes / duration_ns for nbytes, duration_ns in moved.values())
-    return StepRow(state_nbytes, native_secs, swapped_secs, load_gbps, offload_gbps, snapshot_secs)
+    return StepRow(state_nbytes, native_secs, swapped_secs, load_gbps, offload_gbps, save_stall_secs)
+
+
+def measure_save_stall(manager: swapckpt.StateManager) -> float | None:
+    """Seconds until an asynchronous save of model and optimizer returns: the second one, which has its plan.
+
+    None where the checkpoint service's own requirements are not installed, or the disk is too small.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            states = {"model": manager.model, "optimizer": manager}
+            config = swapckpt.CheckpointConfig(sync_files=False, keep_latest=1)
+            with swapckpt.Checkpointer(folder, states, config) as checkpointer:
+                checkpointer.save(1).wait()
+                return checkpointer.save(2).stalled_secs
+    except (ImportError, StorageError):
+        return None
 
 
 # ----------------------------------------------------------------------------------------------- report
@@ -318,14 +336,18 @@ def table(result: Result) -> str:
         f"{row.duplex_h2d_gbps:14.2f}{row.duplex_d2h_gbps:14.2f}"
         for row in result.link
     ]
-    columns = ("state", "native ms", "swapped ms", "ratio", "H2D GB/s", "D2H GB/s", "snap. ms")
+    columns = ("state", "native ms", "swapped ms", "ratio", "H2D GB/s", "D2H GB/s", "stall ms")
     lines += ["", "".join(f"{column:>11}" for column in columns)]
     lines += [
         f"{row.state_nbytes / 1e9:8.4g} GB{row.native_secs * 1e3:11.2f}{row.swapped_secs * 1e3:11.2f}"
-        f"{row.ratio:11.2f}{row.load_gbps:11.2f}{row.offload_gbps:11.2f}{row.snapshot_secs * 1e3:11.2f}"
+        f"{row.ratio:11.2f}{row.load_gbps:11.2f}{row.offload_gbps:11.2f}{_millis(row.save_stall_secs):>11}"
         for row in result.steps
     ]
     return "\n".join(lines)
+
+
+def _millis(secs: float | None) -> str:
+    return "-" if secs is None else f"{secs * 1e3:.2f}"
 
 
 def run(device: torch.device, *, scale: float, limit_secs: float) -> Result:

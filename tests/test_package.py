@@ -39,3 +39,21 @@ import swapckpt.plan
 assert "torch" not in sys.modules, "the plan imports torch"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_swapping_needs_torch_and_numpy_alone() -> None:
+    """As ``integration/device_check.py`` may run on a machine. The checkpoint service comes when asked for."""
+    code = """
+import sys
+for name in ("fsspec", "tenacity", "zlib_ng", "zlib_ng.zlib_ng", "safetensors", "typer", "rich", "psutil"):
+    sys.modules[name] = None
+import swapckpt, torch
+optimizer = swapckpt.swap_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2000))], momentum=0.9))
+for name in list(sys.modules):
+    if sys.modules[name] is None:
+        del sys.modules[name]
+from swapckpt import *
+assert Checkpointer is swapckpt.Checkpointer
+assert set(swapckpt.__all__) <= set(dir()), set(swapckpt.__all__) - set(dir())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
