@@ -42,7 +42,7 @@ assert "torch" not in sys.modules, "the plan imports torch"
 
 
 def test_swapping_needs_torch_and_numpy_alone() -> None:
-    """As ``integration/device_check.py`` may run on a machine. The checkpoint service comes when asked for."""
+    """As ``integration/device_check.py`` may run on a machine; the checkpoint service comes if asked for."""
     code = """
 import sys
 for name in ("fsspec", "tenacity", "zlib_ng", "zlib_ng.zlib_ng", "safetensors", "typer", "rich", "psutil"):
