@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import time
 import uuid
@@ -25,14 +24,13 @@ from swapckpt.storage.files import Files, open_files
 from swapckpt.storage.posix import PosixFiles
 from tests.storage.powerloss import Frozen, PowerFailedError, VolatileFiles
 from tests.storage.stores import HookedFiles, dying_at, save, stock_load, uniform, value_of
-from tests.storage.victims import victims
+from tests.storage.victims import die_at_system_call, victims
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 OVERWRITE = pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "same step"])
-CHANGING = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 
 def check_what_is_left(files: Files, url: str, name: str, *, overwrite: bool) -> float:
@@ -74,28 +72,6 @@ def seen_by_trainers(root: Path) -> list[str]:
         for path in root.iterdir()
         if re.search(r"step-(\d+)", path.name) and (path / ".metadata").exists()
     ]
-
-
-def die_at_system_call(number: int) -> None:
-    """SIGKILL in place of the n-th call that changes the file system; of a write, in its middle."""
-    count = -1
-
-    def dying(name: str) -> Callable[..., Any]:
-        original = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += name != "open" or bool(args[1] & os.O_CREAT)
-            if count == number and (name != "open" or args[1] & os.O_CREAT):
-                if name == "pwrite":
-                    original(args[0], bytes(args[1][: len(args[1]) // 2]), *args[2:])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in CHANGING:
-        setattr(os, name, dying(name))
 
 
 def save_and_die(root: str, name: str, overwrite: bool, number: int) -> None:

@@ -7,11 +7,12 @@ no thread; every run is a fork of it.
 from __future__ import annotations
 
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-TIMEOUT_SECS = 60.0
+TIMEOUT_SECS = 120.0
+CHANGING = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 Killed = bool
 
@@ -69,3 +71,27 @@ def _serve(jobs: Connection, modules: tuple[str, ...], environment: dict[str, st
                 os._exit(1)
             os._exit(0)
         jobs.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def die_at_system_call(number: int) -> None:
+    """SIGKILL in place of the n-th call from now on, of any thread, that changes the file system; of a write,
+    in its middle."""
+    counted = itertools.count()  # counts atomically: writers are threads
+
+    def dying(name: str) -> Callable[..., Any]:
+        original = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_change = name != "open" or bool(args[1] & os.O_CREAT)
+            if is_change and next(counted) == number:
+                if name == "pwrite":
+                    half = len(args[1]) // 2
+                    with suppress(OSError):  # of a file that is written around the page cache: whole blocks
+                        original(args[0], args[1][: half // 4096 * 4096 or half], *args[2:])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in CHANGING:
+        setattr(os, name, dying(name))
