@@ -88,7 +88,12 @@ class Loader:
                     self._parts[name].restored(loaded, allow_partial=allow_partial)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks
                 error = caught
-            self._ranks.agree(what, error=error)
+            try:
+                self._ranks.agree(what, error=error)
+            except SwapCkptError as failure:
+                for part in self._parts.values():
+                    part.torn(failure)
+                raise
 
     def _destinations(self, reader: SwapStorageReader, *, allow_partial: bool) -> dict[str, object]:
         metadata = reader.read_metadata()

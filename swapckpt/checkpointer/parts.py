@@ -73,6 +73,9 @@ class Part(ABC):
     def release(self) -> None:  # noqa: B027 - most hold nothing
         """The save that ``captured`` was called for has ended."""
 
+    def torn(self, error: BaseException) -> None:  # noqa: B027 - only optimizers can refuse to go on
+        """A load failed after some parts had taken what was read."""
+
 
 class ModulePart(Part):
     """A module: parameters and persistent buffers by FQN, as ``get_model_state_dict`` has them."""
@@ -123,6 +126,11 @@ class ManagerPart(Part):
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
+
+    def torn(self, error: BaseException) -> None:
+        """No step with half of a checkpoint: refuse until another load."""
+        for swap in self.manager.swaps():
+            swap.fail(error)
 
     def destination(self, metadata: Metadata, *, allow_partial: bool) -> Tree | None:
         """In the layout that the checkpoint has, without the parameters that had no state when it was saved.

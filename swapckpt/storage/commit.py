@@ -4,8 +4,8 @@ r"""A checkpoint becomes visible in one step, when all of it is durable, or not 
 
 1. make ``.swapckpt-<hex>-<attempt>.new`` beside the checkpoints; every rank writes its data files there and
    syncs them;
-2. compare their lengths with what the ranks report; write and sync ``.swapckpt.json`` and ``.metadata``; sync
-   the folder;
+2. compare their lengths with what the ranks report; write and sync ``.swapckpt.json`` and ``.metadata``, and
+   look at their lengths; sync the folder;
 3. when ``step-5`` exists and is to be replaced: rename it to ``.swapckpt-<hex>-<attempt>.old``;
 4. rename the attempt to ``step-5``, sync the folder above. This is the commit;
 5. remove what was replaced, its ``.metadata`` first.
@@ -39,7 +39,7 @@ from swapckpt.storage.manifest import dump_manifest
 from swapckpt.storage.metadata import NAME as METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from swapckpt.storage.files import Files
     from swapckpt.storage.manifest import FileSums
@@ -231,11 +231,14 @@ def commit(
         CheckpointExistsError: Another job committed the same checkpoint in the meantime.
     """
     try:
-        replaced = _check_data(files, attempt, data)
+        replaced = _check_lengths(files, attempt, {file.name: file.nbytes for file in data})
         manifest = dump_manifest(data, metadata, attempt=attempt.id, step=attempt.step, world_size=world_size)
         files.put(f"{attempt.folder}/{attempt.manifest}", manifest)
         if attempt.renames:
-            _commit_by_rename(files, attempt, metadata)
+            files.put(f"{attempt.folder}/{METADATA}", metadata)
+            # A disk may lose bytes and say nothing. Once the name is taken that is a damaged checkpoint.
+            _check_lengths(files, attempt, {attempt.manifest: len(manifest), METADATA: len(metadata)})
+            _commit_by_rename(files, attempt)
     except BaseException:
         abandon(files, attempt)
         raise
@@ -243,14 +246,14 @@ def commit(
         _commit_by_put(files, attempt, metadata, replaced=replaced)
 
 
-def _check_data(files: Files, attempt: Attempt, data: Sequence[FileSums]) -> list[str]:
-    """Compare the data files with the reports. Returns the other files of the folder."""
+def _check_lengths(files: Files, attempt: Attempt, written: Mapping[str, int]) -> list[str]:
+    """Compare the attempt's files with the bytes that were written. Returns the names of the others."""
     found = {entry.name: entry.nbytes for entry in files.entries(attempt.folder)}
     wrong = []
-    for file in data:
-        nbytes = found.pop(file.name, None)
-        if nbytes != file.nbytes:
-            wrong.append(f"{file.name}: {file.nbytes} bytes written, {nbytes or 'none'} found")
+    for name, expected in written.items():
+        nbytes = found.pop(name, None)
+        if nbytes != expected:
+            wrong.append(f"{name}: {expected} bytes written, {nbytes or 'none'} found")
     if wrong:
         raise StorageError(
             f"{files.url}/{attempt.folder} is not what the ranks wrote. Do all ranks see the same folder?"
@@ -259,8 +262,7 @@ def _check_data(files: Files, attempt: Attempt, data: Sequence[FileSums]) -> lis
     return sorted(found)
 
 
-def _commit_by_rename(files: Files, attempt: Attempt, metadata: bytes) -> None:
-    files.put(f"{attempt.folder}/{METADATA}", metadata)
+def _commit_by_rename(files: Files, attempt: Attempt) -> None:
     files.sync_folder(attempt.folder)
     old = aside(attempt.name, attempt.id, kind="old")
     replaces = _exists(files, attempt.name)

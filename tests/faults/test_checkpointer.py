@@ -25,7 +25,11 @@ TEXTS = {
     Kind.HANG: "a rank is gone or does not answer in time",
     Kind.SIGKILL: "a rank is gone or does not answer in time",
 }
-SHORT_TEXTS = {Phase.WRITE: "is not what the ranks wrote", Phase.READ: "bytes too early"}
+SHORT_TEXTS = {
+    Phase.WRITE: "is not what the ranks wrote",
+    Phase.COMMIT: "is not what the ranks wrote",
+    Phase.READ: "bytes too early",
+}
 LOST = (Kind.HANG, Kind.SIGKILL)
 LAUNCHES = {
     f"{action.value}-{name}": [cell for cell in SURVIVABLE if cell.action is action and is_in(cell)]
@@ -39,15 +43,8 @@ LAUNCHES = {
 """Cells that one pair of ranks meets one after the other."""
 
 
-def is_silent(cell: Cell) -> bool:
-    """Metadata that a disk loses without an error: nobody can know before a load, which refuses it."""
-    return cell.kind is Kind.SHORT and cell.phase is Phase.COMMIT
-
-
 def text_of(cell: Cell) -> str:
     """Part of what both ranks raise."""
-    if is_silent(cell):
-        return "nothing"
     if cell.kind is Kind.SHORT:
         return SHORT_TEXTS[cell.phase]
     return TEXTS.get(cell.kind, f"CheckpointError: InjectedError: {cell}")
@@ -55,14 +52,12 @@ def text_of(cell: Cell) -> str:
 
 def after(cell: Cell) -> After:
     """The state of both ranks."""
-    if cell.phase is Phase.RESTORE:
-        return After.LOADED  # the struck state is the last one
-    return After.FAILED if cell.phase is Phase.READ else After.UNTOUCHED
+    return After.FAILED if cell.phase in (Phase.READ, Phase.RESTORE) else After.UNTOUCHED
 
 
 def is_visible(cell: Cell) -> bool:
     """Rank 0 finishes a commit that it has begun, and only then learns that nobody listens."""
-    return is_silent(cell) or (cell.phase is Phase.COMMIT and (cell.kind is Kind.HANG or cell.rank != 0))
+    return cell.phase is Phase.COMMIT and (cell.kind is Kind.HANG or cell.rank != 0)
 
 
 def problems_of(cell: Cell, seen: Seen) -> list[str]:
