@@ -99,6 +99,8 @@ class StateManager:
         for name, each in self.optimizers.items():
             require_instance(f"optimizer {name!r}", each, Optimizer)
         require_bool("flat", flat)
+        if config is not None:
+            require_instance("config", config, SwapConfig)
         self.flat = flat
         self._config = config if config is not None else SwapConfig()
         self._names = named_parameters(model)

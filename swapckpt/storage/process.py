@@ -80,6 +80,7 @@ class ProcessRunner:
             raise ConfigError("A writer process needs Linux (memfd). Use async_mode='async'.")
         self._shared = shared
         self.timeout_secs = timeout_secs
+        self.is_writing = False  # the process has a job, and has not answered
         self.copied_nbytes = 0  # in the last save: of what does not lie in shared memory
         self._writer = _Writer()
 
@@ -110,6 +111,8 @@ class ProcessRunner:
                 f"The process that wrote {files.url}/{attempt.folder} ended with status {status}. Nothing of "
                 "this save is visible; the next one starts another process."
             ) from error
+        finally:
+            self.is_writing = False
 
     def _run(
         self,
@@ -138,6 +141,7 @@ class ProcessRunner:
             )
         )
         writer.plan = planned
+        self.is_writing = True
         while True:
             answer = writer.receive(self.timeout_secs)
             if isinstance(answer, Done):

@@ -122,11 +122,19 @@ def test_a_trainers_saves_hold_the_step_they_were_made_at(tmp_path: Path) -> Non
             assert all(map(torch.equal, saved[step - 1], other.bits()))
 
 
+def wait_until_writing(runner: ProcessRunner) -> None:
+    """Before it has a job, a process that dies is replaced and nothing fails."""
+    deadline = time.monotonic() + 60
+    while not runner.is_writing:
+        assert time.monotonic() < deadline, "the process gets no job"
+        time.sleep(0.001)
+
+
 @contextmanager
-def stopped(process: psutil.Process) -> Iterator[None]:
+def stopped(process: psutil.Process) -> Iterator[psutil.Process]:
     process.suspend()
     try:
-        yield
+        yield process
     finally:
         if process.is_running():
             process.resume()
@@ -138,9 +146,10 @@ def test_a_process_that_is_killed_fails_this_save_and_not_the_next(tmp_path: Pat
     with job.checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1).wait()
         assert checkpointer.runner is not None
-        with stopped(worker_of(checkpointer.runner)) as _:
+        with stopped(worker_of(checkpointer.runner)) as worker:
             handle = checkpointer.save(2)
-            worker_of(checkpointer.runner).kill()
+            wait_until_writing(checkpointer.runner)
+            worker.kill()
         with pytest.raises(StorageError, match=r"step-2|ended with status -9"):
             handle.wait()
         assert checkpointer.steps() == [1]
@@ -218,7 +227,7 @@ def test_memory_of_this_process_is_refused() -> None:
 
 TRAINER = """
 import os, signal, sys, torch, swapckpt
-from tests.checkpointer.test_writer_process import Job, worker_of
+from tests.checkpointer.test_writer_process import Job, wait_until_writing, worker_of
 job = Job()
 checkpointer = job.checkpointer(sys.argv[1])
 job.step()
@@ -227,6 +236,7 @@ worker = worker_of(checkpointer.runner)
 print(worker.pid, flush=True)
 worker.suspend()
 checkpointer.save(2)
+wait_until_writing(checkpointer.runner)
 worker.resume() if sys.argv[2] == "running" else None
 os.kill(os.getpid(), signal.SIGKILL)
 """
