@@ -30,6 +30,12 @@ def host_copy(tensor: Tensor) -> Tensor:
     return wrap_local(local_of(tensor).detach().to("cpu", copy=True), spec_of(tensor))
 
 
+def _address(tensor: Tensor) -> int:
+    """Where the local elements lie on the host; 0, which no mirror has, when they lie in no such memory."""
+    local = local_of(tensor)
+    return local.data_ptr() if local.is_cpu and local.layout is torch.strided else 0
+
+
 class Snapshot:
     """The state dict of one moment. A context manager; leaving it gives all memory back to the step.
 
@@ -79,8 +85,7 @@ class Snapshot:
     def _frozen(self, value: object) -> object:
         """``value`` with everything copied that is not under the lease."""
         if isinstance(value, torch.Tensor):
-            local = local_of(value)
-            address = local.data_ptr() if local.is_cpu else 0
+            address = _address(value)
             segment = self._segments.get(address)
             if segment is None:
                 return self._copy_tensor(value)
@@ -101,9 +106,7 @@ class Snapshot:
 
     def segment_of(self, tensor: Tensor) -> HostSegment | None:
         """The leased segment a tensor of ``state_dict`` lies in; None for one that was copied."""
-        local = local_of(tensor)
-        is_in_memory = local.device.type == "cpu" and local.layout is torch.strided
-        return self._segments.get(local.data_ptr()) if is_in_memory else None
+        return self._segments.get(_address(tensor))
 
     def written(self, tensor: Tensor) -> None:
         """Say that ``tensor`` has been read; its segment is released when all of its tensors have."""
@@ -111,7 +114,7 @@ class Snapshot:
         if segment is None:
             return
         unread = self._unread[segment]
-        unread.discard(local_of(tensor).data_ptr())
+        unread.discard(_address(tensor))
         if not unread:
             self._lease.release(segment)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
-from swapckpt import SwapConfig
+from swapckpt import Snapshot, SwapConfig
 from swapckpt.device import CpuDevice
 from swapckpt.errors import LeaseTimeoutError, PhaseError, StepError
 from swapckpt.fence import LeasingGate
@@ -24,8 +24,6 @@ from tests.core.training import Recipe, Twins, always, bits, shifting
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from swapckpt import Snapshot
 
 ADAMW = Recipe(cls=torch.optim.AdamW, options={"foreach": False})
 
@@ -159,6 +157,16 @@ def test_a_step_that_waits_too_long_fails_and_says_why() -> None:
         assert isinstance(caught.value.__cause__, LeaseTimeoutError)
     with pytest.raises(PhaseError):
         manager.snapshot()
+
+
+def test_what_has_no_address_is_copied() -> None:
+    sparse = torch.eye(3).to_sparse()
+    snapshot = Snapshot({"x": sparse}, [])
+    copied = snapshot.state_dict["x"]
+    assert isinstance(copied, Tensor)
+    assert copied is not sparse
+    assert torch.equal(copied.to_dense(), torch.eye(3))
+    assert snapshot.segment_of(copied) is None
 
 
 def test_written_releases_a_segment_with_its_last_tensor() -> None:
