@@ -6,11 +6,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from swapckpt.checkpointer.parts import recovery_of
 from swapckpt.checkpointer.planners import PartLoadPlanner
-from swapckpt.checkpointer.ranks import unwrapped
 from swapckpt.errors import SwapCkptError
 from swapckpt.storage import SwapStorageReader
 
@@ -111,7 +109,7 @@ class Loader:
         planner: PartLoadPlanner,
         what: str,
     ) -> None:
-        try:
+        with self._ranks.raising(what):
             dcp.load(
                 destinations,
                 storage_reader=reader,
@@ -119,9 +117,3 @@ class Loader:
                 process_group=self._ranks.group,
                 no_dist=self._ranks.group is None,
             )
-        except CheckpointException as failure:
-            raise unwrapped(failure, what=what, rank=self._ranks.rank) from failure
-        except RuntimeError as lost:
-            if isinstance(lost, SwapCkptError):
-                raise
-            raise self._ranks.lost(what, lost) from lost

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from swapckpt.errors import CheckpointError, SwapCkptError, listing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
@@ -122,6 +122,22 @@ class Ranks:
     def lost(what: str, error: BaseException) -> CheckpointError:
         """The error to raise when a collective call failed."""
         return CheckpointError(f"{what}: a rank is gone or does not answer in time ({error}).")
+
+    @contextmanager
+    def raising(self, what: str) -> Iterator[None]:
+        """Around a call of DCP: raises its errors as ours, and the loss of a rank as such.
+
+        Raises:
+            SwapCkptError: As :meth:`agree` says.
+        """
+        try:
+            yield
+        except CheckpointException as failure:
+            raise unwrapped(failure, what=what, rank=self.rank) from failure
+        except RuntimeError as lost:
+            if isinstance(lost, SwapCkptError):
+                raise
+            raise self.lost(what, lost) from lost
 
     def close(self, *, together: bool = True) -> None:
         """Leave: together, for a rank that goes while others still talk makes them fail; or at once."""

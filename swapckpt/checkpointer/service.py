@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from swapckpt.checkpointer.handle import SaveHandle, SaveStats
 from swapckpt.checkpointer.loading import Loader
 from swapckpt.checkpointer.parts import ManagerPart, ModulePart, part_for
 from swapckpt.checkpointer.planners import RankSavePlanner
-from swapckpt.checkpointer.ranks import Ranks, unwrapped
+from swapckpt.checkpointer.ranks import Ranks
 from swapckpt.checkpointer.retention import retire
 from swapckpt.checkpointer.staging import Staging
 from swapckpt.config import AsyncMode, CheckpointConfig, require_bool, require_instance, require_int
@@ -35,7 +34,6 @@ from swapckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
     SaveInProgressError,
-    SwapCkptError,
     TransferError,
 )
 from swapckpt.memory import shared_memory
@@ -282,7 +280,7 @@ class Checkpointer:
 
     def _write(self, step: int, state_dict: dict[str, object], *, overwrite: bool, what: str) -> None:
         self._writer.overwrite = overwrite
-        try:
+        with self._ranks.raising(what):
             dcp.save(
                 state_dict,
                 checkpoint_id=f"{self.folder}/step-{step}",
@@ -291,12 +289,6 @@ class Checkpointer:
                 process_group=self._ranks.group,
                 no_dist=self._ranks.group is None,
             )
-        except CheckpointException as failure:
-            raise unwrapped(failure, what=what, rank=self._ranks.rank) from failure
-        except RuntimeError as lost:
-            if isinstance(lost, SwapCkptError):
-                raise
-            raise self._ranks.lost(what, lost) from lost
 
     # ------------------------------------------------------------------------------------------ waiting
 

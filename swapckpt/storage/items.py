@@ -30,7 +30,7 @@ from swapckpt.storage.metadata import DTYPES
 from swapckpt.storage.safe_pickle import AllowList, Call, unpickle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -137,8 +137,8 @@ def check_storage(tensor: Tensor, *, name: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return
     storage_nbytes = tensor.untyped_storage().nbytes()
-    span = tensor.numel() if tensor.is_contiguous() else _span(tensor)
-    if storage_nbytes < (tensor.storage_offset() + span) * tensor.itemsize:
+    numel = tensor.numel() if tensor.is_contiguous() else span(tensor.shape, tensor.stride())
+    if storage_nbytes < (tensor.storage_offset() + numel) * tensor.itemsize:
         raise ReleasedStorageError(
             f"{name}: the tensor of {tensor.nbytes} bytes has a storage of {storage_nbytes}. "
             "It was released (swapped out, or resized): save the tensors that state_dict() hands out."
@@ -161,11 +161,11 @@ def payload(tensor: Tensor, *, name: str) -> Iterator[memoryview]:
         yield bytes_of(slab.resolve_conj().resolve_neg().cpu().contiguous())
 
 
-def _span(tensor: Tensor) -> int:
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last one in memory."""
-    if not tensor.numel():
+    if 0 in shape:
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def slabs(tensor: Tensor) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ import torch
 from swapckpt.errors import StorageError, SwapCkptError
 from swapckpt.storage.datafile import SMALL_NBYTES, WriteJob
 from swapckpt.storage.files import open_files
+from swapckpt.storage.items import span
 from swapckpt.storage.jobs import Done, Failed, Job, Mapped, Ready, Settings, Unmapped, Written
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Worker:
             flat = torch.frombuffer(
                 self._mapped[source.number],
                 dtype=item.dtype,
-                count=_span(item.shape, source.stride),
+                count=span(item.shape, source.stride),
                 offset=source.offset_nbytes,
             )
             return flat.as_strided(item.shape, source.stride)
@@ -133,11 +134,6 @@ class _Tally:
             items, self._items = self._items, []
         if items:
             self._worker.report(items)
-
-
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last in memory."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def main() -> None:
