@@ -134,6 +134,11 @@ def print_load() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} over the last minute")
 
 
+def figure(value: float) -> str:
+    """About three digits in at most five characters (below 100,000): ``0.001``, ``4.30``, ``46.9``, ``187``."""
+    digits = next((digits for digits, limit in ((3, 1), (2, 10), (1, 100)) if value < limit), 0)
+    return f"{value:.{digits}f}"
+
+
 def millis(secs: float) -> str:
-    """Seconds as milliseconds with three digits: ``12.3``."""
-    return f"{secs * 1e3:.3g}"
+    return figure(secs * 1e3)

@@ -9,6 +9,7 @@ empty space of the right length. "cached" is stock with enable_plan_caching=True
 
 from __future__ import annotations
 
+import gc
 import pickle
 import tempfile
 import time
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks._harness import Ratio, finish, parser, print_load, print_table
+from benchmarks._harness import Ratio, figure, finish, parser, print_load, print_table
 from swapckpt._torch import StorageInfo
 from swapckpt.storage import SwapSavePlanner, SwapStorageWriter
 from swapckpt.storage.manifest import FileSums, block_nbytes
@@ -149,6 +150,7 @@ def save(
 ) -> Cost:
     """One save, as DCP calls its coordinator. ``kept`` is what ranks keep of their final plans."""
     cost = Cost(plan_nbytes=sum(map(len, gathered)))
+    gc.collect()  # a collection that falls into one part would be counted there
     writer.reset(path)
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(SavePlan([]))  # stock makes the folder here
@@ -223,9 +225,9 @@ def print_costs(world_size: int, num_items: int, found: dict[str, list[Cost]]) -
     rows = [
         (
             f"{way}, {('1st', '2nd')[n]}",
-            f"{cost.secs:.3g}",
-            *(f"{cost.parts[part]:.2g}" for part in ("gather", "plan", "scatter", "results", "commit")),
-            *(f"{nbytes / 1e6:.3g}" for nbytes in (cost.plan_nbytes + cost.result_nbytes, cost.sent_nbytes)),
+            figure(cost.secs),
+            *(figure(cost.parts[part]) for part in ("gather", "plan", "scatter", "results", "commit")),
+            *(figure(nbytes / 1e6) for nbytes in (cost.plan_nbytes + cost.result_nbytes, cost.sent_nbytes)),
         )
         for way, each in found.items()
         for n, cost in enumerate(each)
@@ -245,6 +247,7 @@ def main() -> None:
     print_load()
     print(f"Llama 70B with {layers} of {LAYERS} layers; the coordinator's seconds and megabytes")
     found: dict[str, list[Cost]] = {}
+    gc.disable()
     for world_size in worlds:
         with tempfile.TemporaryDirectory() as folder:
             found = costs(shapes, world_size, Path(folder))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks
+from benchmarks._harness import figure
 
 ROOT = Path(benchmarks.__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
@@ -24,6 +25,15 @@ def run(*arguments: str) -> str:
 def test_there_are_benchmarks_and_they_are_listed() -> None:
     assert {"load", "overhead", "schedule", "step"} <= set(NAMES)
     assert [line.split()[0] for line in run("benchmarks").splitlines()[2:]] == NAMES
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.000"), (0.00096, "0.001"), (0.25, "0.250"), (4.3, "4.30"), (46.94, "46.9"), (187.4, "187")],
+)
+def test_a_figure_has_about_three_digits_and_never_an_exponent(value: float, text: str) -> None:
+    assert figure(value) == text
+    assert figure(99_999.0) == "99999"
 
 
 @pytest.mark.parametrize("name", NAMES)
