@@ -135,7 +135,7 @@ def print_load() -> None:
 
 
 def figure(value: float) -> str:
-    """About three digits in at most five characters (below 100,000): ``0.001``, ``4.30``, ``46.9``, ``187``."""
+    """About three digits, at most five characters (below 100,000): ``0.001``, ``4.30``, ``46.9``, ``187``."""
     digits = next((digits for digits, limit in ((3, 1), (2, 10), (1, 100)) if value < limit), 0)
     return f"{value:.{digits}f}"
 

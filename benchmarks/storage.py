@@ -15,7 +15,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -153,8 +152,11 @@ def measure_loads(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str
 
 def measure_parts(ours: Path, stock: Path, every: Sequence[Path], *, repetitions: int) -> dict[str, Ratio]:
     entries = open_checkpoint(open_files(ours.parent), ours.name).metadata.state_dict_metadata
-    local = {fqn: torch.zeros(entry.size[0] // RANKS, *entry.size[1:]) for fqn, entry in entries.items()}
-    wanted = sum(tensor.nbytes for tensor in local.values())
+    mirrors = Mirrors([(entry.size[0] // RANKS, *entry.size[1:]) for entry in entries.values()])
+    local = dict(zip(entries, mirrors.tensors, strict=True))
+    for tensor in mirrors.tensors:
+        tensor.zero_()
+    wanted = mirrors.nbytes
     loads = {"ours": lambda state: load_ours(state, ours), "stock": lambda state: load_stock(state, stock)}
     runs: dict[str, list[tuple[float, int]]] = {way: [] for way in loads}
     # No other rank takes part in a load: a group that sends nothing is enough.

@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from swapckpt.errors import StorageError
 from swapckpt.storage.files import Entry, explained, retried
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from swapckpt.storage.files import FileReader, FileWriter
 
 ALIGNMENT = 4096
@@ -23,10 +26,12 @@ ALIGNMENT = 4096
 MEMORY_ALIGNMENT = 512
 """Memory of direct I/O begins at a multiple of this, as mirrors do. Few devices want more: PosixWriter."""
 BUFFER_NBYTES = 8 << 20
+BOUNCE_NBYTES = 1 << 20
 CHUNK_NBYTES = 16 << 20
 MIN_DIRECT_NBYTES = 64 << 10
 """Shorter pieces are gathered in the buffer: a system call of their own would cost more than the copy."""
 
+_NOTHING = memoryview(b"")
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 
 
@@ -37,9 +42,27 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
 
 
-def is_aligned(view: memoryview, offset: int, *, memory: int = MEMORY_ALIGNMENT) -> bool:
-    """True when ``view`` can travel to or from ``offset`` of a file by direct I/O (its tail excepted)."""
-    return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0 and address_of(view) % memory == 0
+def fits_direct(view: memoryview, offset: int) -> bool:
+    """True when direct I/O at ``offset`` of a file is possible and worth it for ``view`` (its tail excepted),
+    as far as the file is concerned."""
+    return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy while other threads run, which a slice assignment of memoryviews does not let them."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+class _Bounce(threading.local):
+    """Memory of a reading thread that direct I/O can fill."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, BOUNCE_NBYTES))
+
+
+_bounce = _Bounce()
 
 
 class PosixFiles:
@@ -166,14 +189,13 @@ class PosixWriter:
 
     def append(self, data: memoryview) -> None:
         with explained("writing", self._path):
-            if self._direct and is_aligned(data, self.position, memory=self._memory):
-                self._flush()
+            fits = self._direct and fits_direct(data, self.position)
+            if fits and address_of(data) % self._memory == 0:
                 body = len(data) - len(data) % ALIGNMENT
-                self._write(data[:body])
+                self._flush(then=data[:body])
                 data = data[body:]
             elif not self._direct and len(data) >= MIN_DIRECT_NBYTES:
-                self._flush()
-                self._write(data)
+                self._flush(then=data)
                 return
             self._hold(data)
 
@@ -186,10 +208,12 @@ class PosixWriter:
         self._buffer[self._held : self._held + len(data)] = data
         self._held += len(data)
 
-    def _flush(self) -> None:
-        """Hand the buffer to the system. Its length is aligned, except at the end of the file."""
+    def _flush(self, *, then: memoryview = _NOTHING) -> None:
+        """Hand the buffer to the system, and what follows it in the same call: alone, the few bytes before an
+        item's elements would wait for the device as long as these. The length of both is aligned, except at
+        the end of the file."""
         held, self._held = self._held, 0
-        self._write(self._buffer[:held])
+        self._write(self._buffer[:held], then)
 
     def _flush_end(self) -> None:
         """As :meth:`_flush`; of an odd length only the last bytes go through the page cache."""
@@ -201,22 +225,25 @@ class PosixWriter:
                 self._stop_direct()
             self._write(self._buffer[body:held])
 
-    def _write(self, data: memoryview) -> None:
-        while len(data):
+    def _write(self, *parts: memoryview) -> None:
+        left = [part for part in parts if len(part)]
+        while left:
             try:
-                written = os.pwrite(self._descriptor, data[:CHUNK_NBYTES], self._flushed)
+                written = os.pwritev(self._descriptor, left, self._flushed)
             except OSError as error:
                 # Some file systems accept the flag and then refuse the write.
                 if not self._direct or error.errno != errno.EINVAL:
                     raise
-                if address_of(data) % ALIGNMENT and self._memory < ALIGNMENT:  # perhaps it is the memory
+                *before, last = left
+                if address_of(last) % ALIGNMENT and self._memory < ALIGNMENT:  # perhaps it is the memory
                     self._memory = ALIGNMENT
-                    self._hold(data)
+                    self._write(*before)  # at most the buffer, which is aligned
+                    self._hold(last)
                     return
                 self._stop_direct()
                 continue
             self._flushed += written
-            data = data[written:]
+            left = _behind(left, written)
             if self._direct and written % ALIGNMENT:  # a full device ends a write anywhere
                 self._stop_direct()
 
@@ -245,6 +272,15 @@ class PosixWriter:
             os.close(descriptor)
 
 
+def _behind(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of ``parts`` after their first ``nbytes``."""
+    for number, part in enumerate(parts):
+        if nbytes < len(part):
+            return [part[nbytes:], *parts[number + 1 :]]
+        nbytes -= len(part)
+    return []
+
+
 class PosixReader:
     """A file. Aligned memory is filled by direct I/O where the offset allows it."""
 
@@ -268,7 +304,7 @@ class PosixReader:
     def read_into(self, offset: int, view: memoryview) -> None:
         with explained("reading", self._path):
             body = 0
-            if self._direct_descriptor >= 0 and is_aligned(view, offset):
+            if self._direct_descriptor >= 0 and fits_direct(view, offset):
                 body = self._read_direct(offset, view[: len(view) - len(view) % ALIGNMENT])
             rest = len(view) - body
             if rest > ALIGNMENT:
@@ -279,13 +315,22 @@ class PosixReader:
 
     def _read_direct(self, offset: int, view: memoryview) -> int:
         """Bytes read; 0 when the file system refuses this one, which is then read through the cache."""
+        read = self._read if address_of(view) % MEMORY_ALIGNMENT == 0 else self._read_bounced
         try:
-            retried(lambda: self._read(self._direct_descriptor, offset, view))
+            retried(lambda: read(self._direct_descriptor, offset, view))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             return 0
         return len(view)
+
+    def _read_bounced(self, descriptor: int, offset: int, view: memoryview) -> None:
+        """For memory that direct I/O cannot fill: still without a page of the cache for each page read."""
+        for start in range(0, len(view), BOUNCE_NBYTES):
+            part = view[start : start + BOUNCE_NBYTES]
+            bounce = _bounce.memory[: len(part)]
+            self._read(descriptor, offset + start, bounce)
+            copy_bytes(bounce, part)
 
     def _read(self, descriptor: int, offset: int, view: memoryview) -> None:
         done = 0

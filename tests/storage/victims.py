@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 TIMEOUT_SECS = 120.0
-CHANGING = ("open", "pwrite", "fsync", "rename", "unlink", "rmdir", "mkdir")
+CHANGING = ("open", "pwritev", "fsync", "rename", "unlink", "rmdir", "mkdir")
 
 Killed = bool
 
@@ -73,6 +73,15 @@ def _serve(jobs: Connection, modules: tuple[str, ...], environment: dict[str, st
         jobs.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+def first(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """So many bytes of ``parts``."""
+    taken = []
+    for part in parts:
+        taken.append(part[:nbytes])
+        nbytes -= len(taken[-1])
+    return taken
+
+
 def die_at_system_call(number: int) -> None:
     """SIGKILL in place of the n-th call from now on, of any thread, that changes the file system; of a write,
     in its middle."""
@@ -84,10 +93,10 @@ def die_at_system_call(number: int) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             is_change = name != "open" or bool(args[1] & os.O_CREAT)
             if is_change and next(counted) == number:
-                if name == "pwrite":
-                    half = len(args[1]) // 2
+                if name == "pwritev":
+                    half = sum(map(len, args[1])) // 2
                     with suppress(OSError):  # of a file that is written around the page cache: whole blocks
-                        original(args[0], args[1][: half // 4096 * 4096 or half], *args[2:])
+                        original(args[0], first(args[1], half // 4096 * 4096 or half), *args[2:])
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
 
