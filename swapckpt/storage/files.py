@@ -215,6 +215,18 @@ def is_transient(error: BaseException) -> bool:
 
 def retried(operation: Callable[[], T], *, transient: Callable[[BaseException], bool] = is_transient) -> T:
     """The result of ``operation``, repeated with growing pauses while its error is transient."""
+    try:
+        return operation()  # by itself: what counts attempts takes longer than a short read
+    except Exception as error:
+        if not transient(error):
+            raise
+        failed = [error]
+
+    def attempt() -> T:
+        if failed:
+            raise failed.pop()
+        return operation()
+
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(RETRIES),
         wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
@@ -222,4 +234,4 @@ def retried(operation: Callable[[], T], *, transient: Callable[[BaseException], 
         before_sleep=tenacity.before_sleep_log(logger, logging.INFO),
         reraise=True,
     )
-    return attempts(operation)
+    return attempts(attempt)
