@@ -151,6 +151,13 @@ def read_bytes(files: Files, path: str) -> bytes:
     return bytes(data)
 
 
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy while other threads run, which a slice assignment of memoryviews does not let them."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
 def open_files(
     url: str | os.PathLike[str], *, sync: bool = True, drop_page_cache: bool = False, direct: bool = True
 ) -> Files:

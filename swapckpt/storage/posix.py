@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swapckpt.errors import StorageError
-from swapckpt.storage.files import Entry, explained, retried
+from swapckpt.storage.files import Entry, copy_bytes, explained, retried
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,13 +46,6 @@ def fits_direct(view: memoryview, offset: int) -> bool:
     """True when direct I/O at ``offset`` of a file is possible and worth it for ``view`` (its tail excepted),
     as far as the file is concerned."""
     return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0
-
-
-def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Copy while other threads run, which a slice assignment of memoryviews does not let them."""
-    import numpy as np
-
-    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 class _Bounce(threading.local):

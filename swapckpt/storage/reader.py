@@ -6,6 +6,7 @@ It reads checkpoints of :class:`~swapckpt.storage.writer.SwapStorageWriter` and 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import uuid
 from collections import defaultdict
@@ -24,7 +25,7 @@ from torch.futures import Future
 from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError, SchemaError, listing
 from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.fetch import Box, SavedItem, fetch, whole_item
-from swapckpt.storage.files import open_files, split_url
+from swapckpt.storage.files import copy_bytes, open_files, split_url
 from swapckpt.storage.metadata import ALLOWED as METADATA
 from swapckpt.storage.opened import open_checkpoint
 from swapckpt.storage.values import ALLOWED as VALUES
@@ -44,8 +45,11 @@ if TYPE_CHECKING:
 
 DEFAULT_THREADS = 4
 SMALL_NBYTES = 64 << 10
-"""Items up to this size are read together with their neighbours."""
+"""Items up to this size are read together with their neighbours, whatever part of them is wanted."""
+MEDIUM_NBYTES = 2 << 20
+"""Items up to this size as well, when all of them is wanted: a copy takes less than a read of its own."""
 WINDOW_NBYTES = 4 << 20
+WINDOW_ALIGNMENT = 4096  # of the ends of a window, for direct I/O
 PART_NBYTES = 64 << 20
 """Larger tensors are read by several threads."""
 
@@ -223,12 +227,11 @@ class SwapStorageReader(StorageReader):
 
     def _jobs(self, source: FileReader, wanted: Sequence[_Request]) -> Iterator[Callable[[], None]]:
         """What threads do for one file: windows of small items, and parts of large ones."""
-        small = [request for request in wanted if request.place.length <= SMALL_NBYTES]
+        small, large = _by_size(wanted)
         for window in _windows(sorted(small, key=lambda request: request.place.offset)):
             yield partial(self._read_window, source, window)
-        for request in wanted:
-            if request.place.length > SMALL_NBYTES:
-                yield from self._parts(source, request)
+        for request in large:
+            yield from self._parts(source, request)
 
     def _read_window(self, source: FileReader, requests: Sequence[_Request]) -> None:
         window = _Window(source, requests[0].place.offset, max(map(_end, requests)))
@@ -312,6 +315,16 @@ def _chunk_shape(entry: TensorStorageMetadata, index: MetadataIndex, *, name: st
     raise CorruptCheckpointError(f"{name}: the metadata has no such chunk.")
 
 
+def _by_size(requests: Sequence[_Request]) -> tuple[list[_Request], list[_Request]]:
+    """Those that are read together with their neighbours, and those that are read by themselves."""
+    small: list[_Request] = []
+    large: list[_Request] = []
+    for request in requests:
+        limit = MEDIUM_NBYTES if request.box.lengths == request.shape else SMALL_NBYTES
+        (small if request.place.length <= limit else large).append(request)
+    return small, large
+
+
 def _end(request: _Request) -> int:
     return request.place.offset + request.place.length
 
@@ -335,14 +348,14 @@ class _Window:
     """A part of a file, read at once; the same to those who read from it as the file."""
 
     def __init__(self, source: FileReader, start: int, end: int) -> None:
-        self._start = start
-        self._data = memoryview(bytearray(end - start))
-        self.nbytes = end
-        source.read_into(start, self._data)
+        self._start = start - start % WINDOW_ALIGNMENT
+        self.nbytes = max(end, min(end + -end % WINDOW_ALIGNMENT, source.nbytes))
+        self._data = memoryview(mmap.mmap(-1, self.nbytes - self._start))
+        source.read_into(self._start, self._data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         at = offset - self._start
-        view[:] = self._data[at : at + len(view)]
+        copy_bytes(self._data[at : at + len(view)], view)
 
     def close(self) -> None: ...
 

@@ -14,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -116,14 +118,54 @@ def test_little_memory_is_taken(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MEDIUM_NBYTES", 100_000)
     monkeypatch.setattr(reader, "PART_NBYTES", 100_000)
     tensor = torch.randn(1000, 100)
     save({"w": tensor}, tmp_path / "x")
     files = HookedFiles(PosixFiles(tmp_path), lambda *_: None)
     assert torch.equal(load({"w": torch.zeros(1000, 100)}, tmp_path / "x", files=files)["w"], tensor)
-    assert (
-        len([call for call in files.calls if call[0].startswith("read") and call[1].endswith("distcp")]) >= 4
-    )
+    assert len(reads_of_data(files)) >= 4
+
+
+def reads_of_data(files: HookedFiles) -> list[tuple[str, str]]:
+    return [call for call in files.calls if call[0].startswith("read") and call[1].endswith("distcp")]
+
+
+def test_items_of_a_medium_size_are_read_together_when_all_of_them_is_wanted(tmp_path: Path) -> None:
+    tensors = {f"w{n}": torch.randn(512, 128) for n in range(6)}  # 256 KB each, in blocks of 64 KB
+    save(tensors, tmp_path / "x")
+    files = HookedFiles(PosixFiles(tmp_path), lambda *_: None)
+    assert equal(load(zeroed(tensors), tmp_path / "x", files=files), tensors)
+    assert len(reads_of_data(files)) == 1
+    files = HookedFiles(PosixFiles(tmp_path), lambda *_: None)
+    parts = {name: torch.zeros(128, 128) for name in tensors}
+    source = SwapStorageReader(tmp_path / "x", files=files)
+    dcp_load(parts, storage_reader=source, planner=RowsPlanner(first=128), no_dist=True)
+    assert all(torch.equal(parts[name], tensors[name][128:256]) for name in tensors)
+    assert len(reads_of_data(files)) == 6
+
+
+class RowsPlanner(DefaultLoadPlanner):
+    """Reads rows from ``first`` on, as many as the destination has, as a rank with a shard does."""
+
+    def __init__(self, *, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(
+            [
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(fqn),
+                    dest_offsets=torch.Size((0, 0)),
+                    storage_index=MetadataIndex(fqn, torch.Size((0, 0))),
+                    storage_offsets=torch.Size((self._first, 0)),
+                    lengths=tensor.shape,
+                )
+                for fqn, tensor in self.state_dict.items()
+            ]
+        )
 
 
 def test_small_items_are_read_together(tmp_path: Path) -> None:
@@ -134,9 +176,7 @@ def test_small_items_are_read_together(tmp_path: Path) -> None:
     loaded = load(target, tmp_path / "x", files=files)
     assert equal({name: loaded[name] for name in tensors}, tensors)
     assert set(loaded["lr"].values()) == {0.1}
-    assert (
-        len([call for call in files.calls if call[0].startswith("read") and call[1].endswith("distcp")]) <= 2
-    )
+    assert len(reads_of_data(files)) <= 2
 
 
 # -------------------------------------------------------------------------------------- parts of tensors
