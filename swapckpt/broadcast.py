@@ -18,6 +18,7 @@ from swapckpt._torch import local_of
 from swapckpt.errors import ReplicaError
 from swapckpt.ownership import pack, take_turns
 from swapckpt.replicas import Relay
+from swapckpt.submesh import largest_shard_numel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -51,17 +52,19 @@ class Delivery:
         """Per piece its bytes in the buffer and in the parameter."""
         for piece in self.parcel.pieces:
             flat = local_of(self.params[piece.item]).detach().view(-1).view(torch.uint8)
-            region = piece.region
-            yield (
-                buffer.narrow(0, region.offset_nbytes, region.nbytes),
-                flat.narrow(0, piece.start_nbytes, region.nbytes),
-            )
+            nbytes = min(piece.region.nbytes, flat.nbytes - piece.start_nbytes)
+            if nbytes > 0:  # the room is that of the largest shard
+                yield (
+                    buffer.narrow(0, piece.region.offset_nbytes, nbytes),
+                    flat.narrow(0, piece.start_nbytes, nbytes),
+                )
 
 
 def plan_deliveries(params: Iterable[Tensor], owners: Replicas, *, max_nbytes: int) -> list[Delivery]:
     """What a step sends, in the order in which every rank sends it: owners take turns.
 
-    Parameters of one owner go in the order of ``params``, which is the order in which they are updated.
+    Parameters of one owner go in the order of ``params``, which is the order in which they are updated. All
+    ranks that hold shards of the same parameters plan the same: see [Note: one program per replica].
     """
     queues: dict[tuple[ReplicaSet, Coordinate, torch.dtype], list[Tensor]] = {}
     for param in params:
@@ -71,11 +74,15 @@ def plan_deliveries(params: Iterable[Tensor], owners: Replicas, *, max_nbytes: i
     waiting = [
         [
             Delivery(replicas, owner, parcel, tuple(queue))
-            for parcel in pack([local_of(param).nbytes for param in queue], max_nbytes)
+            for parcel in pack([_room_nbytes(param) for param in queue], max_nbytes)
         ]
         for (replicas, owner, _), queue in queues.items()
     ]
     return [waiting[queue][position] for queue, position in take_turns([len(each) for each in waiting])]
+
+
+def _room_nbytes(param: Tensor) -> int:
+    return largest_shard_numel(param) * param.element_size()
 
 
 class ParameterBroadcast:
@@ -95,7 +102,7 @@ class ParameterBroadcast:
         self.replicas = replicas
         self._device = device
         self._bucket_nbytes = bucket_nbytes
-        self.relay = Relay(device.device, replicas, timeout_secs=timeout_secs)
+        self.relay = Relay(device.device, replicas.groups, timeout_secs=timeout_secs)
         self._params: list[Tensor] = []
         self._deliveries: list[Delivery] = []
         self._buffers: list[Tensor] = []
@@ -128,8 +135,11 @@ class ParameterBroadcast:
             self._buffers.append(self._device.allocate(largest))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, is_joint: bool = False) -> Iterator[None]:
         """Take part in every collective of the step, and leave the block only if all ranks have succeeded.
+
+        Where ranks communicate inside an update too (``is_joint``), one that fails cannot take part in the
+        rest: it would answer collectives of an update with others. Whoever waits for it finds out in time.
 
         Raises:
             ReplicaError: Another rank failed. Parameters and state may be torn, on every rank.
@@ -138,6 +148,7 @@ class ParameterBroadcast:
             try:
                 yield
             except Exception:
+                self.relay.is_broken |= is_joint
                 with suppress(ReplicaError):  # the first cause is being raised
                     self._finish(failed=True)
                 raise

@@ -73,15 +73,16 @@ class SwapConfig:
             The optimizer steps the masters, with gradients cast to fp32, and the parameters get the rounded
             result. They are saved and loaded under the state key ``master``.
         gather_matrices: For ``torch.optim.Muon`` over parameters sharded by rows: gather each matrix on one
-            rank, step the whole of it there, and scatter the result. False leaves sharded matrices to torch's
-            own DTensor step, whose result differs by rounding. No effect on other optimizers.
+            of all ranks that hold it, step the whole of it there, and bring the result to the others. False
+            leaves sharded matrices to torch's own DTensor step, whose result differs by rounding. No effect
+            on other optimizers.
         timeout_secs: Bound of every wait (> 0): for a copy (then
             :class:`~swapckpt.errors.TransferTimeoutError`), for the reader of a snapshot (then
             :class:`~swapckpt.errors.LeaseTimeoutError`) and for other ranks (then
             :class:`~swapckpt.errors.ReplicaError`).
         shard_replicas: Keep the state of a replicated parameter (HSDP, DDP) on one of its replicas only, its
             owner, which steps it and sends the result to the others. Every rank of the job has to call
-            ``step()`` together.
+            ``step()`` together. Muon under HSDP steps as under FSDP on the ranks of one replica.
         replica_group_size: With ``shard_replicas``: how many replicas share one copy of the state (it has to
             divide their number), for example those of one node. None: all of them.
         replica_bucket_nbytes: With ``shard_replicas``: updated parameters travel in buffers of this size

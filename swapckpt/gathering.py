@@ -4,12 +4,17 @@ Torch's Muon steps a sharded matrix through DTensor operations, whose result dif
 matrix by rounding. Here the owner of a matrix steps the whole of it with the optimizer's own step on plain
 tensors, which gives the bits of one process. Momenta stay sharded: what is swapped and saved is the same.
 
+An owner is one of all ranks that hold the matrix. It gathers the rows of its own replica, scatters them
+there, and the ranks of that replica send what they got to the other replicas. With ``shard_replicas=True``
+replicas share the parameters among themselves, so that only the ranks of one replica are asked.
+
 [Note: same exchanges] Every rank goes through the same matrices in the same batches, because batches are cut
 by global sizes then, and through the tensors of a matrix in the same order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +26,7 @@ from torch.distributed.tensor import Shard
 from swapckpt._torch import local_of, spec_for, spec_of, wrap_local
 from swapckpt.errors import UnsupportedOptimizerError, listing
 from swapckpt.ownership import assign_owners
+from swapckpt.replicas import Relay, ReplicaSet, replicate_hops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from swapckpt.device import Device
+    from swapckpt.ownership import Coordinate
     from swapckpt.state import OptimizerState
 
 MOMENTUM = "momentum_buffer"
@@ -74,16 +81,54 @@ def rows_of(param: Tensor) -> Rows | None:
     return Rows(group, tuple(dist.get_process_group_ranks(group)), coordinate[dim], param.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixOwner:
+    """Where a matrix is stepped: the coordinate of its replica, and that of its rows there."""
+
+    rows: Rows
+    replicas: ReplicaSet
+    coordinate: Coordinate
+
+    @property
+    def replica(self) -> Coordinate:
+        """Which of the replicas gathers the matrix."""
+        return self.coordinate[:-1]
+
+    @property
+    def row(self) -> int:
+        """Whose rows the owner holds itself."""
+        return self.coordinate[-1]
+
+    @property
+    def in_our_replica(self) -> bool:
+        """True on the ranks that hold the rows that are gathered."""
+        return self.replicas.here == self.replica
+
+    @property
+    def is_here(self) -> bool:
+        """True on the rank that steps the matrix."""
+        return self.in_our_replica and self.rows.here == self.row
+
+
 class Gathering:
     """Who owns which matrix, and the exchange around an update.
 
-    Call sequence (the thread that steps; all ranks of the sharding, alike): ``follow`` when parameters were
-    added, ``whole(params, state)`` around the update of every batch.
+    Call sequence (the thread that steps; all ranks that hold the parameters, alike): ``follow`` when
+    parameters were added, ``whole(params, state)`` around the update of every batch.
+
+    Args:
+        device: Where the whole matrices are.
+        over_replicas: Choose owners among all replicas. False: every replica for itself.
+        timeout_secs: Bound of every wait for another rank.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, over_replicas: bool, timeout_secs: float) -> None:
         self._device = device
-        self._owners: dict[Tensor, tuple[Rows, int] | None] = {}
+        self._over_replicas = over_replicas
+        self._relay = Relay(device.device, (), timeout_secs=timeout_secs)
+        self._owners: dict[Tensor, MatrixOwner | None] = {}
+        # What an owner held is never given back, as with replicas: ranks have to go on counting alike.
+        self._held_numel: dict[object, Counter[Coordinate]] = {}
 
     @staticmethod
     def concerns(kind: type[Optimizer]) -> bool:
@@ -97,7 +142,7 @@ class Gathering:
             UnsupportedOptimizerError: Lists the parameters that cannot be gathered.
         """
         known, problems = {}, []
-        fresh: dict[tuple[int, ...], list[tuple[Tensor, Rows]]] = {}
+        fresh: dict[object, list[tuple[Tensor, Rows, ReplicaSet]]] = {}
         for index, param in enumerate(params):
             known[param] = self._owners.get(param)
             if param in self._owners:
@@ -107,16 +152,28 @@ class Gathering:
             except UnsupportedOptimizerError as error:
                 problems.append(f"parameter {index}, shape {list(param.shape)}: {error}")
                 continue
-            if rows is not None and len(rows.ranks) > 1:
-                fresh.setdefault(rows.ranks, []).append((param, rows))
+            if rows is not None:
+                replicas = ReplicaSet(tuple(replicate_hops(param)) if self._over_replicas else ())
+                everyone = (rows.ranks, *(hop.ranks for hop in replicas.hops))
+                fresh.setdefault(everyone, []).append((param, rows, replicas))
         if problems:
             msg = f"gather_matrices=True cannot gather {len(problems)} parameters:{listing(problems)}"
             raise UnsupportedOptimizerError(msg)
         self._owners = known
         for ranks, added in fresh.items():
-            owners = assign_owners([param.numel() for param, _ in added], (len(ranks),))
-            for (param, rows), (owner,) in zip(added, owners, strict=True):
-                self._owners[param] = (rows, owner)
+            _, rows, replicas = added[0]
+            grid = (*replicas.grid, len(rows.ranks))
+            if grid.count(1) == len(grid):  # one rank has it all
+                continue
+            held = self._held_numel.setdefault(ranks, Counter())
+            owners = assign_owners([param.numel() for param, *_ in added], grid, held_numel=held)
+            for (param, rows, replicas), owner in zip(added, owners, strict=True):
+                self._owners[param] = MatrixOwner(rows, replicas, owner)
+                held[owner] += param.numel()
+
+    def owner_of(self, param: Tensor) -> MatrixOwner | None:
+        """Who steps ``param``; None for one that every rank steps as it is."""
+        return self._owners.get(param)
 
     def rebind(self, new_of: Mapping[Tensor, Tensor]) -> None:
         """Let new parameters take the place of old ones, under the same owners."""
@@ -124,28 +181,34 @@ class Gathering:
 
     @contextmanager
     def whole(
-        self, params: Mapping[Tensor, Tensor], state: OptimizerState
+        self, params: Mapping[Tensor, Tensor | None], state: OptimizerState
     ) -> Iterator[Mapping[Tensor, Tensor | None]]:
         """What to step in the place of sharded ``params``: the whole matrix on its owner, nothing elsewhere.
 
         ``params`` maps each parameter to what is stepped for it so far (itself, or its master). Leaving
         normally brings the rows of all results to where they belong.
+
+        Raises:
+            ReplicaError: Another rank did not take part in time.
         """
         exchanges = {
-            param: _Exchange(stepped, state, *owned)
+            param: _Exchange(stepped, state, owner)
             for param, stepped in params.items()
-            if (owned := self._owners.get(param)) is not None
+            if stepped is not None and (owner := self._owners.get(param)) is not None
         }
         held: list[Tensor] = []
         try:
-            _wait(op for each in exchanges.values() for op in each.gather())
+            self._relay.exchange(op for each in exchanges.values() for op in each.gather())
             for each in exchanges.values():
                 for tensor in each.wholes:
                     self._device.hold(tensor)
                     held.append(tensor)
                 each.take_place()
             yield {param: each.matrix for param, each in exchanges.items()}
-            _wait(op for each in exchanges.values() for op in each.scatter())
+            self._relay.exchange(op for each in exchanges.values() for op in each.scatter())
+            works = [work for each in exchanges.values() for work in each.pass_on(self._relay)]
+            for work in works:
+                self._relay.wait(work)
         finally:
             for each in exchanges.values():
                 each.give_back()
@@ -156,8 +219,8 @@ class Gathering:
 class _Exchange:
     """One matrix on its way to its owner and back: the parameter, its gradient and its momentum."""
 
-    def __init__(self, param: Tensor, state: OptimizerState, rows: Rows, owner: int) -> None:
-        self.param, self._state, self._rows, self._owner = param, state, rows, owner
+    def __init__(self, param: Tensor, state: OptimizerState, owner: MatrixOwner) -> None:
+        self.param, self._state, self._rows, self._owner = param, state, owner.rows, owner
         assert param.grad is not None
         values = state[param]
         if MOMENTUM not in values:  # as Muon's first step would make it
@@ -175,24 +238,36 @@ class _Exchange:
 
     def gather(self) -> Iterator[dist.P2POp]:
         """Rows to the owner."""
-        if self._rows.here != self._owner:
+        if not self._owner.is_here:
             yield from self._with_owner(self._locals)
             return
         shape = self.param.shape
         self.wholes = [torch.empty(shape, dtype=each.dtype, device=each.device) for each in self._locals]
         for whole, local in zip(self.wholes, self._locals, strict=True):
-            self._rows.of(whole, self._owner).copy_(local)
+            self._rows.of(whole, self._owner.row).copy_(local)
             yield from self._with_others(whole, receives=True)
 
     def scatter(self) -> Iterator[dist.P2POp]:
         """Rows of the updated parameter and momentum from the owner."""
-        changed = (self._locals[0], self._locals[2])
-        if self._rows.here != self._owner:
-            yield from self._with_owner(changed, receives=True)
+        if not self._owner.is_here:
+            yield from self._with_owner(self._changed, receives=True)
             return
-        for whole, local in zip((self.wholes[0], self.wholes[2]), changed, strict=True):
-            local.copy_(self._rows.of(whole, self._owner))
+        for whole, local in zip((self.wholes[0], self.wholes[2]), self._changed, strict=True):
+            local.copy_(self._rows.of(whole, self._owner.row))
             yield from self._with_others(whole)
+
+    def pass_on(self, relay: Relay) -> Iterator[dist.Work | None]:
+        """The same rows to the other replicas."""
+        for local in self._changed:
+            if local.numel():
+                packed = local.view(-1).view(torch.uint8)
+                yield relay.send(packed, self._owner.replicas, self._owner.replica)
+
+    @property
+    def _changed(self) -> tuple[Tensor, Tensor]:
+        """What an update changes, on this rank."""
+        param, _, momentum = self._locals
+        return param, momentum
 
     def take_place(self) -> None:
         """Let the whole matrix have gradient and state, on its owner."""
@@ -209,11 +284,11 @@ class _Exchange:
 
     def _with_owner(self, tensors: Iterable[Tensor], *, receives: bool = False) -> Iterator[dist.P2POp]:
         for tensor in tensors:
-            if tensor.numel():
+            if self._owner.in_our_replica and tensor.numel():
                 yield dist.P2POp(
                     dist.irecv if receives else dist.isend,
                     tensor,
-                    self._rows.ranks[self._owner],
+                    self._rows.ranks[self._owner.row],
                     self._rows.group,
                 )
 
@@ -222,9 +297,3 @@ class _Exchange:
             part = self._rows.of(whole, coordinate)
             if coordinate != self._rows.here and part.numel():
                 yield dist.P2POp(dist.irecv if receives else dist.isend, part, rank, self._rows.group)
-
-
-def _wait(operations: Iterable[dist.P2POp]) -> None:
-    batch = list(operations)
-    for work in dist.batch_isend_irecv(batch) if batch else ():
-        work.wait()

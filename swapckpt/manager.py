@@ -31,7 +31,7 @@ from swapckpt.optimizer import (
 from swapckpt.plan import Cut
 from swapckpt.rebinding import Replacement
 from swapckpt.replicas import data_parallel_groups
-from swapckpt.report import SwapReport, build_report, footprint, measure_gbps
+from swapckpt.report import SwapReport, WholeMatrix, build_report, footprint, measure_gbps
 from swapckpt.snapshot import Snapshot, host_copy
 from swapckpt.statedict import LiveState, StateView
 from swapckpt.swap import Phase, Swap, load_into
@@ -429,6 +429,7 @@ class StateManager:
                 name=view.name(param),
                 optimizer=_original_class(view.optimizer),
                 config=config,
+                matrix=_whole_matrix(view.optimizer, param),
             )
             for view in self._views
             for _, param in view.params()
@@ -452,6 +453,11 @@ class StateManager:
 
     def _torch_device(self) -> torch.device:
         return next((param.device for param in self.model.parameters()), torch.device("cpu"))
+
+
+def _whole_matrix(optimizer: Optimizer, param: Tensor) -> WholeMatrix | None:
+    owner = swap_of(optimizer).matrix_owner(param) if is_swapped(optimizer) else None
+    return None if owner is None else WholeMatrix(param.numel(), owner.is_here)
 
 
 def _original_class(optimizer: Optimizer) -> type[Optimizer]:

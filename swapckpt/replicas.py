@@ -144,7 +144,7 @@ class Replicas:
         placements = () if spec is None else spec.placements
         key = (None if spec is None else spec.mesh, placements, group)
         if key not in self._sets:
-            hops = _mesh_hops(param)
+            hops = replicate_hops(param)
             if group is not None and dist.get_world_size(group) > 1:
                 hops.append(Hop.over(group, dist.get_process_group_ranks(group)))
             self._note_groups(param, group)
@@ -183,7 +183,8 @@ class Replicas:
         return [Hop.over(group, ranks)]
 
 
-def _mesh_hops(param: Tensor) -> list[Hop]:
+def replicate_hops(param: Tensor) -> list[Hop]:
+    """The dimensions of its mesh along which ``param`` is replicated."""
     spec = spec_of(param)
     here = None if spec is None else spec.mesh.get_coordinate()
     if spec is None or here is None:
@@ -197,11 +198,19 @@ def _mesh_hops(param: Tensor) -> list[Hop]:
 
 
 class Relay:
-    """Bounded collectives among replicas. After one has failed no other is tried: see ``is_broken``."""
+    """Bounded exchanges between ranks. After one has failed no other is tried: see ``is_broken``.
 
-    def __init__(self, device: torch.device, replicas: Replicas, *, timeout_secs: float) -> None:
-        self.replicas = replicas
+    Args:
+        device: Of the tensors that travel.
+        groups: Every process group that a failure is told through. It may grow.
+        timeout_secs: Bound of every wait.
+    """
+
+    def __init__(
+        self, device: torch.device, groups: Sequence[dist.ProcessGroup], *, timeout_secs: float
+    ) -> None:
         self._device = device
+        self._groups = groups
         self._timeout_secs = timeout_secs
         self.is_broken = False
 
@@ -224,6 +233,22 @@ class Relay:
                 except RuntimeError as error:
                     raise self._failure(error) from error
         return work
+
+    def exchange(self, operations: Iterable[dist.P2POp]) -> None:
+        """Send and receive, and wait until all of it is done. (whoever the operations name)
+
+        Raises:
+            ReplicaError: One failed, or did not complete in time.
+        """
+        batches: dict[dist.ProcessGroup | None, list[dist.P2POp]] = {}
+        for each in operations:  # torch takes those of one group at a time
+            batches.setdefault(each.group, []).append(each)
+        try:
+            works = [work for batch in batches.values() for work in dist.batch_isend_irecv(batch)]
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        for work in works:
+            self.wait(work)
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait until ``work`` is done.
@@ -264,7 +289,7 @@ class Relay:
         """
         code = dist.get_rank() + 1 if failed and dist.is_initialized() else 0
         told = torch.tensor([code], dtype=torch.int32, device=self._device)
-        for group in self.replicas.groups if groups is None else groups:
+        for group in self._groups if groups is None else groups:
             try:
                 work = dist.all_reduce(told, dist.ReduceOp.MAX, group, async_op=True)
             except RuntimeError as error:
@@ -276,6 +301,6 @@ class Relay:
     def _failure(self, error: RuntimeError) -> ReplicaError:
         self.is_broken = True
         return ReplicaError(
-            f"Rank {dist.get_rank()} could not exchange data with its replicas within "
+            f"Rank {dist.get_rank()} could not exchange data with other ranks within "
             f"{self._timeout_secs:g} s: {error} Another rank has ended, hangs, or did not take this step."
         )

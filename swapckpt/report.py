@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 _PROBE_NBYTES = 64 << 20
 
 
+_GATHERED_TENSORS = 3  # the parameter, its gradient and its momentum
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMatrix:
+    """A matrix that ``gather_matrices=True`` gathers on its owner."""
+
+    numel: int
+    is_here: bool  # this rank is the owner
+
+
 @dataclass(frozen=True, slots=True)
 class ParamFootprint:
     """State of one parameter on this rank: swapped bytes, and what stays where it is, with the reason."""
@@ -38,6 +49,8 @@ class ParamFootprint:
     swapped_nbytes: int
     resident: tuple[tuple[str, int], ...] = ()  # (reason, bytes)
     master_grad_nbytes: int = 0  # of its gradient as fp32, while its master is stepped
+    gathered_nbytes: int = 0  # of whole parameter, gradient and momentum, on whichever rank gathers them
+    gathered_here_nbytes: int = 0  # the same if that is this rank
     numel: int = 0
     why_whole: str | None = None  # None: stepped in slices where it is larger than a batch
 
@@ -66,6 +79,9 @@ class SwapReport:
     step_secs: float
     resident: tuple[tuple[str, int, int], ...]  # (reason, number of tensors, bytes)
     master_grads_peak_nbytes: int = 0  # fp32 gradients of a batch whose masters are stepped
+    gathered_peak_nbytes: int = 0  # whole matrices, gradients and momenta that this rank holds for a batch
+    largest_gathered: str = "none"
+    largest_gathered_nbytes: int = 0  # of that matrix, its gradient and its momentum, on its owner
     num_sliced: int = 0  # parameters larger than a batch that are stepped in slices
     oversized: tuple[tuple[str, str, int], ...] = ()  # stepped whole: (name, reason, bytes of its batch)
 
@@ -84,6 +100,13 @@ class SwapReport:
             f"largest parameter          {format_nbytes(self.largest_param_nbytes)}: {self.largest_param}",
             f"transfers per step         {self.step_secs:.3g} s at {self.gbps:.3g} GB/s in each direction",
         ]
+        if self.largest_gathered_nbytes:
+            here, largest = (
+                format_nbytes(self.gathered_peak_nbytes),
+                format_nbytes(self.largest_gathered_nbytes),
+            )
+            lines.append(f"whole matrices in a step   {here} on this rank")
+            lines.append(f"largest whole matrix       {largest} on its owner: {self.largest_gathered}")
         if self.num_sliced:
             lines.append(f"stepped in slices          {self.num_sliced} parameters larger than a batch")
         lines += [
@@ -113,8 +136,12 @@ def footprint(
     name: str,
     optimizer: type[Optimizer],
     config: SwapConfig,
+    matrix: WholeMatrix | None = None,
 ) -> ParamFootprint:
-    """Sort the state of one parameter (key and local geometry) into swapped and resident."""
+    """Sort the state of one parameter (key and local geometry) into swapped and resident.
+
+    ``matrix`` is that of which ``param`` is a shard, if it is gathered for its update.
+    """
     swapped, resident = 0, []
     whole = why_whole(optimizer, param, config)
     for key, spec in specs:
@@ -129,7 +156,19 @@ def footprint(
             whole = whole or f"its {key} cannot be divided"
     has_master = config.master_weights and is_low_precision(param)
     grad_nbytes = param.numel() * MASTER_DTYPE.itemsize if has_master else 0
-    return ParamFootprint(name, param.nbytes, swapped, tuple(resident), grad_nbytes, param.numel(), whole)
+    itemsize = MASTER_DTYPE.itemsize if has_master else param.element_size()
+    gathered_nbytes = _GATHERED_TENSORS * matrix.numel * itemsize if matrix is not None else 0
+    return ParamFootprint(
+        name,
+        param.nbytes,
+        swapped,
+        tuple(resident),
+        master_grad_nbytes=grad_nbytes,
+        gathered_nbytes=gathered_nbytes,
+        gathered_here_nbytes=gathered_nbytes if matrix is not None and matrix.is_here else 0,
+        numel=param.numel(),
+        why_whole=whole,
+    )
 
 
 def build_report(
@@ -138,8 +177,10 @@ def build_report(
     """Figures for one rank. ``cuts`` are the batches of an adopted optimizer; default those it would get."""
     items = [each.item for each in footprints]
     cuts = cuts or cut_batches(items, config.swap_times, min_slice_numel=config.smallest_slice_numel)
-    batches = [nbytes for cut in cuts for nbytes in _parts(cut, footprints, attrgetter("swapped_nbytes"))]
-    grads = [nbytes for cut in cuts for nbytes in _parts(cut, footprints, attrgetter("master_grad_nbytes"))]
+    batches, grads, wholes = (
+        [nbytes for cut in cuts for nbytes in _parts(cut, footprints, attrgetter(field))]
+        for field in ("swapped_nbytes", "master_grad_nbytes", "gathered_here_nbytes")
+    )
     budget_nbytes = -(-sum(item.nbytes for item in items) // config.swap_times)
     oversized = [
         (each.name, each.why_whole, each.swapped_nbytes)
@@ -148,6 +189,7 @@ def build_report(
         if each.swapped_nbytes and each.numel >= 2 * config.smallest_slice_numel
     ]
     largest = max(footprints, key=lambda each: each.swapped_nbytes, default=ParamFootprint("none", 0, 0))
+    gathered = max(footprints, key=attrgetter("gathered_nbytes"), default=largest)
     resident: dict[str, list[int]] = defaultdict(list)
     for each in footprints:
         for reason, nbytes in each.resident:
@@ -169,6 +211,9 @@ def build_report(
         num_sliced=sum(bool(cut.slices) for cut in cuts),
         oversized=tuple(oversized),
         master_grads_peak_nbytes=max(grads, default=0),
+        gathered_peak_nbytes=max(wholes, default=0),
+        largest_gathered=gathered.name if gathered.gathered_nbytes else "none",
+        largest_gathered_nbytes=gathered.gathered_nbytes,
         resident=tuple((reason, len(sizes), sum(sizes)) for reason, sizes in sorted(resident.items())),
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from swapckpt._torch import called_by_fake_step, disable_dynamo, local_of, without_step_hooks
+from swapckpt._torch import called_by_fake_step, disable_dynamo, local_of, spec_of, without_step_hooks
 from swapckpt.broadcast import ParameterBroadcast
 from swapckpt.errors import AdoptionError, GradientError, PhaseError, StateFailedError, StepError, listing
 from swapckpt.fence import Gate, LeasingGate
@@ -23,7 +23,8 @@ from swapckpt.plan import Cut, Item, cut_batches, cut_nbytes
 from swapckpt.replicas import Replicas
 from swapckpt.slices import SlicedParam
 from swapckpt.state import Slice, StateTable
-from swapckpt.update import BatchedUpdate, refuse_flags, refuse_joint_steps, unhooked_step, why_whole
+from swapckpt.submesh import Submeshes, largest_shard_numel
+from swapckpt.update import BatchedUpdate, is_local, refuse_flags, unhooked_step, why_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from swapckpt.config import SwapConfig
     from swapckpt.device import Device
+    from swapckpt.gathering import MatrixOwner
     from swapckpt.layouts import Incoming
     from swapckpt.state import Batch
     from swapckpt.statedict import SwappedState
@@ -88,7 +90,13 @@ class Swap:
         self._known_groups: list[list[Tensor]] = []
         self._gathering: Gathering | None = None
         if config.gather_matrices and Gathering.concerns(self.original_class):
-            self._gathering = Gathering(device)
+            self._gathering = Gathering(
+                device, over_replicas=not config.shard_replicas, timeout_secs=config.timeout_secs
+            )
+        self._submeshes: Submeshes | None = None
+        if config.shard_replicas and not is_local(self.original_class, config):
+            self._submeshes = Submeshes(timeout_secs=config.timeout_secs)
+        self._is_joint = False  # ranks that hold shards of one parameter communicate inside an update
         self._sliced: dict[int, SlicedParam] = {}  # by the index of their batch
         self._budget_nbytes = 0
         self._pid = os.getpid()
@@ -152,10 +160,11 @@ class Swap:
         for param, group in live.items():
             self._name(optimizer, param, group)
         everything = list(live)
+        if self._gathering is not None or self._submeshes is not None:
+            self._is_joint = any(spec_of(param) is not None for param in everything)
         if self.sharing is not None:
             replicas = self.sharing.replicas
             replicas.follow(everything)
-            refuse_joint_steps(self.original_class, filter(replicas.owner_of, everything))
             live = {param: group for param, group in live.items() if replicas.owns(param)}
         if self._gathering is not None:
             self._gathering.follow(live)
@@ -184,8 +193,9 @@ class Swap:
         self._budget_nbytes = max(self._budget_nbytes, largest)
 
     def _item(self, param: Tensor) -> Item:
-        if self._gathering is not None:  # exchanges between ranks follow the batches: the same cut on all
-            return Item(param.numel(), param.numel() * param.element_size())
+        if self._is_joint:  # what ranks exchange follows the batches: the same cut on all of them
+            numel = largest_shard_numel(param)
+            return Item(numel, numel * param.element_size())
         local = local_of(param)
         return Item(local.numel(), local.nbytes, why_whole(self.original_class, local, self.config) is None)
 
@@ -217,6 +227,10 @@ class Swap:
             self.names[param] = names.get(param, known)
         for param, entry in self.table.entries.items():
             entry.name = self.names[param][0]
+
+    def matrix_owner(self, param: Tensor) -> MatrixOwner | None:
+        """Who gathers ``param`` for its update; None where nobody does."""
+        return None if self._gathering is None else self._gathering.owner_of(param)
 
     def _name(self, optimizer: Optimizer, param: Tensor, group: int) -> str:
         if param in self.names:
@@ -304,19 +318,19 @@ class Swap:
 
     def _update(self, optimizer: Optimizer, update: BatchedUpdate, batch: Batch) -> None:
         subset = self._subset(batch)
-        state, gathering = optimizer.state, self._gathering
-        if not self.config.master_weights and gathering is None:
+        if not self.config.master_weights and not self._is_joint:
             update.run(subset)
             return
+        state = optimizer.state
         with ExitStack() as stack:
-            masters: Mapping[Tensor, Tensor] = {}
+            stepped: dict[Tensor, Tensor | None] = {entry.param: entry.param for entry in batch.active}
             if self.config.master_weights:
-                masters = stack.enter_context(masters_of(batch, state, self.device))
-            standins: dict[Tensor, Tensor | None] = dict(masters)
-            if gathering is not None:
-                stepped = {entry.param: masters.get(entry.param, entry.param) for entry in batch.active}
-                standins |= stack.enter_context(gathering.whole(stepped, state))
-            update.run((group, list(_stood_in(params, standins))) for group, params in subset)
+                stepped |= stack.enter_context(masters_of(batch, state, self.device))
+            if self._gathering is not None:
+                stepped |= stack.enter_context(self._gathering.whole(stepped, state))
+            if self._submeshes is not None:
+                stepped |= stack.enter_context(self._submeshes.alone(stepped, state))
+            update.run((group, list(_stood_in(params, stepped))) for group, params in subset)
 
     def _run(self, optimizer: Optimizer) -> None:
         self.phase = Phase.STEPPING
@@ -324,7 +338,7 @@ class Swap:
         self.pipeline.updates_started = sharing is not None
         try:
             with (
-                sharing.together() if sharing is not None else nullcontext(),
+                sharing.together(is_joint=self._is_joint) if sharing is not None else nullcontext(),
                 without_step_hooks(optimizer),
                 BatchedUpdate(optimizer, self.original_step) as update,
             ):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
-from swapckpt._torch import StepFunction, spec_of, version_of
+from swapckpt._torch import StepFunction, version_of
 from swapckpt.errors import UnsupportedOptimizerError
 from swapckpt.precision import is_low_precision
 
@@ -42,11 +42,6 @@ _REFUSED = {
 _REFUSED_FLAGS = {
     "differentiable": "autograd would keep references to staging buffers that are reused",
     "capturable": "a captured graph replays fixed addresses, and swapping changes them",
-}
-
-_JOINT = {
-    "Adafactor": "it takes means over whole DTensors, for which torch communicates with all replicas",
-    "Muon": "it multiplies DTensors, work that torch divides among all replicas",
 }
 
 
@@ -83,6 +78,11 @@ _ELEMENTWISE = (
 """Exactly these update each element from itself and scalars alone; a subclass may do anything."""
 
 
+def is_local(cls: type[Optimizer], config: SwapConfig) -> bool:
+    """True when a step of a DTensor looks at the local shard alone, so that ranks need not step together."""
+    return config.split_oversized is True or issubclass(cls, _ELEMENTWISE)
+
+
 def why_whole(cls: type[Optimizer], param: Tensor, config: SwapConfig) -> str | None:
     """Why a parameter is stepped whole, however large it is; None if it may be stepped in slices.
 
@@ -109,18 +109,6 @@ def refuse_flags(optimizer: Optimizer) -> None:
                 name = type(optimizer).__name__
                 msg = f"{name} with {flag}=True (group {index}) cannot be swapped: {reason}."
                 raise UnsupportedOptimizerError(msg)
-
-
-def refuse_joint_steps(cls: type[Optimizer], params: Iterable[Tensor]) -> None:
-    """Raise UnsupportedOptimizerError if one owner cannot step ``params`` without its replicas."""
-    for base in cls.__mro__:
-        joint = base.__name__ in _JOINT and base.__module__.startswith("torch.optim")
-        if joint and any(spec_of(param) is not None for param in params):
-            msg = (
-                f"{cls.__name__} cannot be used with shard_replicas=True on DTensor parameters: "
-                f"{_JOINT[base.__name__]}, so an owner would wait for them. Leave shard_replicas off."
-            )
-            raise UnsupportedOptimizerError(msg)
 
 
 class _Counters:

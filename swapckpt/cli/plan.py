@@ -14,7 +14,16 @@ from swapckpt.demo.config import default_device
 from swapckpt.demo.model import Llama, LlamaShape, parse_count, solve_shape
 from swapckpt.device import device_for
 from swapckpt.errors import ConfigError
-from swapckpt.report import SwapReport, build_report, footprint, format_nbytes, measure_gbps
+from swapckpt.gathering import Gathering
+from swapckpt.ownership import assign_owners
+from swapckpt.report import (
+    SwapReport,
+    WholeMatrix,
+    build_report,
+    footprint,
+    format_nbytes,
+    measure_gbps,
+)
 from swapckpt.template import describe
 from swapckpt.update import unhooked_step
 
@@ -81,6 +90,9 @@ def plan(  # noqa: PLR0913 - to typer every parameter is an option
     master_weights: Annotated[
         bool, typer.Option("--master-weights", help="Keep fp32 masters of bf16 and fp16 parameters.")
     ] = False,
+    gather_matrices: Annotated[
+        bool, typer.Option("--gather-matrices", help="Muon: step whole matrices, each on one rank.")
+    ] = False,
     bandwidth: Annotated[
         float | None, typer.Option(help="Host link in GB/s, each direction (default: measured here).")
     ] = None,
@@ -98,6 +110,7 @@ def plan(  # noqa: PLR0913 - to typer every parameter is an option
             staging_buffers=staging_buffers,
             min_numel=min_numel,
             master_weights=master_weights,
+            gather_matrices=gather_matrices,
         ),
     )
     gbps = measure_bandwidth() if bandwidth is None else bandwidth
@@ -118,11 +131,7 @@ def plan_report(request: PlanRequest, *, gbps: float) -> SwapReport:
         ConfigError: The optimizer has nothing to step in this model.
         UnsupportedOptimizerError: Its state cannot be told before a step.
     """
-    shards = [
-        (name, _shard(param, request))
-        for name, param in _meta_llama(request.shape).named_parameters()
-        if request.optimizer != "muon" or param.dim() == 2
-    ]
+    shards = [(name, _shard(param, request)) for name, param in _stepped(request)]
     optimizer = _OPTIMIZERS[request.optimizer](shards)
     templates = describe(
         optimizer,
@@ -137,10 +146,25 @@ def plan_report(request: PlanRequest, *, gbps: float) -> SwapReport:
             name=name,
             optimizer=type(optimizer),
             config=request.config,
+            matrix=matrix,
         )
-        for name, shard in shards
+        for (name, shard), matrix in zip(shards, _matrices(request, type(optimizer)), strict=True)
     ]
     return build_report(footprints, request.config, gbps=gbps)
+
+
+def _stepped(request: PlanRequest) -> list[tuple[str, torch.nn.Parameter]]:
+    named = _meta_llama(request.shape).named_parameters()
+    return [(name, param) for name, param in named if request.optimizer != "muon" or param.dim() == 2]
+
+
+def _matrices(request: PlanRequest, optimizer: type[Optimizer]) -> list[WholeMatrix | None]:
+    """Of the parameters that are stepped: which whole ones are gathered, and which of them on rank 0."""
+    numels = [param.numel() for _, param in _stepped(request)]
+    if not request.config.gather_matrices or request.ranks == 1 or not Gathering.concerns(optimizer):
+        return [None] * len(numels)
+    owners = assign_owners(numels, (request.ranks,))
+    return [WholeMatrix(numel, is_here=owner == (0,)) for numel, owner in zip(numels, owners, strict=True)]
 
 
 def _meta_llama(shape: LlamaShape) -> Llama:

@@ -44,7 +44,8 @@ def adopted(
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     options = {"momentum": 0.9} if optimizer == "SGD" else {}
-    real = getattr(torch.optim, optimizer)(model.parameters(), **options)
+    params = [param for param in model.parameters() if optimizer != "Muon" or param.dim() == 2]
+    real = getattr(torch.optim, optimizer)(params, **options)
     manager = swapckpt.StateManager(model, real, config)
     report = manager.report(gbps=10)
     model(torch.randint(256, (1, 8))).sum().backward()
@@ -80,6 +81,22 @@ def test_plan_is_the_report_of_the_adopted_optimizer(optimizer: str) -> None:
 
 def rank_report() -> tuple[swapckpt.SwapReport, swapckpt.MemoryStats]:
     return adopted("AdamW")
+
+
+def gathering_report() -> tuple[swapckpt.SwapReport, swapckpt.MemoryStats]:
+    return adopted("Muon", config=replace(CONFIG, gather_matrices=True))
+
+
+def test_whole_matrices_are_planned_for(run_ranks: RankRunner) -> None:
+    config = replace(CONFIG, gather_matrices=True)
+    planned = plan_report(request(optimizer="muon", ranks=3, config=config), gbps=10)
+    report, memory = run_ranks(3, gathering_report)[0]
+    assert planned == report
+    assert planned.largest_gathered_nbytes == 3 * 4 * 256 * SHAPE.dim  # the embedding
+    assert 0 < memory.device_peak_nbytes <= planned.staging_peak_nbytes + planned.gathered_peak_nbytes
+    alone = plan_report(request(optimizer="muon", config=config), gbps=10)
+    assert alone.largest_gathered_nbytes == 0
+    assert plan_report(request(ranks=3, config=config), gbps=10).largest_gathered_nbytes == 0
 
 
 def test_plan_is_the_report_of_rank_0_under_fsdp(run_ranks: RankRunner) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import swapckpt
-from swapckpt.errors import AdoptionError, ConfigError, ReplicaError, StepError, UnsupportedOptimizerError
+from swapckpt.errors import AdoptionError, ConfigError, ReplicaError, StepError
 from swapckpt.optimizer import swap_of
 from swapckpt.plan import align_up
 from swapckpt.swap import Phase
@@ -186,20 +186,9 @@ def adopt_late(kind: str) -> int:
     return len(optimizer.state)
 
 
-def refuse_muon() -> str:
-    with pytest.raises(UnsupportedOptimizerError) as error:
-        Twins("hsdp", "Muon")
-    return str(error.value)
-
-
 def test_adoption(run_ranks: RankRunner) -> None:
-    """Of state from before the adoption each value is kept by one rank. Muon needs all replicas to step
-    DTensors."""
+    """Of state from before the adoption each value is kept by one rank."""
     assert sum(run_ranks(4, adopt_late, "AdamW")) == 8  # two of the ten parameters were not used
-    for message in run_ranks(4, refuse_muon):
-        assert message.startswith(
-            "Muon cannot be used with shard_replicas=True on DTensor parameters: it mult"
-        )
 
 
 def own_nothing() -> tuple[int, list[float], Phase]:
