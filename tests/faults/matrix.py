@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 RANKS = (0, 1)
 OLD, NEW = 1, 2
@@ -155,32 +159,39 @@ def _visible(cell: Cell) -> Visible | None:
 
 
 def table() -> str:
-    """All cells in Markdown; those with the same outcome share a line."""
-    lines = [
-        "| phase | fault | on rank | raised there | on the other | state there | on the other | visible |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for (name, *outcome), ranks_by_kind in _by_outcome().items():
+    """All cells through stock DCP."""
+    columns = ("raised there", "on the other", "state there", "on the other", "visible")
+    return markdown(columns, _outcome)
+
+
+def markdown(columns: Sequence[str], outcome: Callable[[Cell], tuple[str, ...]]) -> str:
+    """All cells in Markdown, with the given columns of their outcome; those that share it share a line."""
+    header = ("phase", "fault", "on rank", *columns)
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for (name, *values), ranks_by_kind in _by_outcome(outcome).items():
         kinds_by_ranks: dict[tuple[int, ...], list[str]] = {}
         for kind, ranks in ranks_by_kind.items():
             kinds_by_ranks.setdefault(tuple(ranks), []).append(kind.value)
         for struck, kinds in kinds_by_ranks.items():
             where = " or ".join(map(str, struck))
-            lines.append(f"| {name} | {', '.join(kinds)} | {where} | {' | '.join(outcome)} |")
+            lines.append(f"| {name} | {', '.join(kinds)} | {where} | {' | '.join(values)} |")
     return "\n".join(lines)
 
 
-def _by_outcome() -> dict[tuple[str, ...], dict[Kind, list[int]]]:
+def _by_outcome(outcome: Callable[[Cell], tuple[str, ...]]) -> dict[tuple[str, ...], dict[Kind, list[int]]]:
     lines: dict[tuple[str, ...], dict[Kind, list[int]]] = {}
     for cell in CELLS:
-        outcome, other = expected(cell), 1 - cell.rank
-        line = (
-            f"{cell.action.value}, {cell.phase.value}",
-            outcome.raised[cell.rank].value,
-            outcome.raised[other].value,
-            outcome.after[cell.rank].value,
-            outcome.after[other].value,
-            outcome.visible.value if outcome.visible is not None else "",
-        )
+        line = (f"{cell.action.value}, {cell.phase.value}", *outcome(cell))
         lines.setdefault(line, {}).setdefault(cell.kind, []).append(cell.rank)
     return lines
+
+
+def _outcome(cell: Cell) -> tuple[str, ...]:
+    outcome, other = expected(cell), 1 - cell.rank
+    return (
+        outcome.raised[cell.rank].value,
+        outcome.raised[other].value,
+        outcome.after[cell.rank].value,
+        outcome.after[other].value,
+        outcome.visible.value if outcome.visible is not None else "",
+    )

@@ -4,6 +4,7 @@ nothing incomplete is visible, and the same checkpointer goes on unless a rank w
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,11 +13,21 @@ from swapckpt.storage import committed_steps, open_files
 from tests.checkpointer.jobs import Job, differing
 from tests.checkpointer.test_ranks import without_norm
 from tests.faults.checkpointing import Seen, checkpointer_of, meet_all, meet_deadly
-from tests.faults.matrix import DEADLY, NEW, OLD, RANKS, SURVIVABLE, Action, After, Cell, Kind, Phase
+from tests.faults.matrix import (
+    DEADLY,
+    NEW,
+    OLD,
+    RANKS,
+    SURVIVABLE,
+    Action,
+    After,
+    Cell,
+    Kind,
+    Phase,
+    markdown,
+)
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.multirank import RankRunner
 
 TEXTS = {
@@ -69,6 +80,25 @@ def problems_of(cell: Cell, seen: Seen) -> list[str]:
         for name in expected
         if (expected[name] not in seen.raised if name == "raised" else expected[name] != found[name])
     ]
+
+
+def told(cell: Cell) -> str:
+    """What the error of both ranks says, in the words of the docs."""
+    if cell.kind in LOST:
+        return "a rank is gone"
+    return f"*{SHORT_TEXTS[cell.phase]}*" if cell.kind is Kind.SHORT else "the rank and its error"
+
+
+def outcome(cell: Cell) -> tuple[str, ...]:
+    """A line of the docs' table."""
+    shown = "the new checkpoint" if is_visible(cell) else "nothing"
+    return told(cell), after(cell).value, shown if cell.action is Action.SAVE else ""
+
+
+def test_the_docs_have_the_matrix() -> None:
+    page = Path(__file__).parents[2] / "docs/faults.md"
+    table = markdown(("the CheckpointError of both says", "state of both", "visible"), outcome)
+    assert table in page.read_text(), f"put this table into {page}:\n{table}"
 
 
 @pytest.mark.parametrize("cells", LAUNCHES.values(), ids=LAUNCHES)
