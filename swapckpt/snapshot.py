@@ -71,8 +71,8 @@ class Snapshot:
             for batch in swap.table.batches:
                 guarded += [(swap.gate, segment) for segment in batch.segments]
                 for tensor in batch.tensors:
-                    if tensor.host.numel():  # an empty one lies nowhere
-                        self._segments[tensor.host.data_ptr()] = tensor.segment
+                    if tensor.region.nbytes:  # an empty one lies nowhere
+                        self._segments[tensor.address] = tensor.segment
         self._lease = Lease(guarded)
         try:
             self.state_dict: dict[str, object] = {
@@ -91,13 +91,14 @@ class Snapshot:
                 return self._copy_tensor(value)
             self._unread[segment].add(address)
             return value
+        if type(value) in _IMMUTABLE:
+            return value
         if isinstance(value, dict):
             return {key: self._frozen(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self._frozen(each) for each in value]
-        if isinstance(value, tuple):
-            return tuple(self._frozen(each) for each in value)
-        return value if type(value) in _IMMUTABLE else copy.deepcopy(value)
+        if isinstance(value, list | tuple):
+            entries = [self._frozen(each) for each in value]
+            return entries if isinstance(value, list) else tuple(entries)
+        return copy.deepcopy(value)
 
     @property
     def segments(self) -> tuple[HostSegment, ...]:
@@ -110,11 +111,12 @@ class Snapshot:
 
     def written(self, tensor: Tensor) -> None:
         """Say that ``tensor`` has been read; its segment is released when all of its tensors have."""
-        segment = self.segment_of(tensor)
+        address = _address(tensor)
+        segment = self._segments.get(address)
         if segment is None:
             return
         unread = self._unread[segment]
-        unread.discard(_address(tensor))
+        unread.discard(address)
         if not unread:
             self._lease.release(segment)
 

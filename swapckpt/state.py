@@ -63,10 +63,10 @@ class StateTensor:
     )
     bound: Tensor | None = None  # what optimizer.state holds while the batch is on the device
     staging_offset_nbytes: int = 0  # where it lies in the staging buffer, from place() to the offload
-    _address: int = field(init=False)  # of the region: every step compares it with the mirror's
+    address: int = field(init=False)  # of the region: every step compares it with the mirror's
 
     def __post_init__(self) -> None:
-        self._address = self.segment.address(self.region)
+        self.address = self.segment.address(self.region)
 
     @property
     def host(self) -> Tensor:
@@ -76,11 +76,11 @@ class StateTensor:
     @property
     def is_intact(self) -> bool:
         """False after somebody gave the mirror other memory (``mirror.data = ...``)."""
-        return local_of(self.mirror).data_ptr() == self._address
+        return local_of(self.mirror).data_ptr() == self.address
 
     def renew(self) -> None:
         """A fresh mirror over the region, which may be in another segment now."""
-        self._address = self.segment.address(self.region)
+        self.address = self.segment.address(self.region)
         self.mirror = wrap_local(self.segment.mirror(self.region, self.spec), self.placement)
 
     def fits(self, value: object) -> TypeGuard[Tensor]:

@@ -38,6 +38,7 @@ from swapckpt.errors import (
 )
 from swapckpt.memory import shared_memory
 from swapckpt.storage import SwapStorageWriter, committed_steps, open_files
+from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.process import ProcessRunner
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ class Checkpointer:
 
     def _captured(self) -> dict[str, object]:
         try:
-            state_dict = {name: part.captured(self._staging) for name, part in self._ordered()}
+            with collector_paused():
+                state_dict = {name: part.captured(self._staging) for name, part in self._ordered()}
             self._staging.start()
         except BaseException:
             self._release()

@@ -17,8 +17,9 @@ from swapckpt.device import device_for
 from swapckpt.errors import TransferError, TransferTimeoutError
 from swapckpt.memory import HostArena
 from swapckpt.plan import lay_out
-from swapckpt.state import byte_view, is_dense, tensor_spec
-from swapckpt.storage.items import check_storage
+from swapckpt.state import byte_view, tensor_spec
+from swapckpt.state import is_dense as has_no_gaps
+from swapckpt.storage.items import check_storage, is_dense, is_in_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,7 @@ class Staging:
     def __init__(self, *, timeout_secs: float) -> None:
         self._timeout_secs = timeout_secs
         self._lanes: dict[torch.device, _Lane] = {}
-        self._small = _SmallTensors()
+        self._small = _SmallTensors(timeout_secs=timeout_secs)
 
     def copy(self, tensor: Tensor, *, name: str = "a tensor") -> Tensor:
         """A host tensor that will hold what ``tensor`` holds now, as soon as :meth:`synchronize` returns.
@@ -61,13 +62,12 @@ class Staging:
         """
         # Run for each of tens of thousands of tensors while training waits: every call in here is felt.
         local = local_of(tensor)
-        check_storage(local, name=name)
-        is_plain = _is_plain(local)
-        if is_plain and local.is_cpu and local.nbytes < SMALL_NBYTES and local.is_contiguous():
+        if is_dense(local) and 0 < local.nbytes < SMALL_NBYTES and is_in_order(local):
             small = self._small.copy(local)
             return small if local is tensor else wrap_local(small, spec_of(tensor))
+        check_storage(local, name=name)
         local = local.detach()
-        if not is_plain:
+        if not _is_plain(local):
             return wrap_local(local.to("cpu", copy=True), spec_of(tensor))
         if local.device not in self._lanes:
             self._lanes[local.device] = _Lane(local.device, timeout_secs=self._timeout_secs)
@@ -102,13 +102,18 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Host bytes held for copies."""
-        return sum(lane.nbytes for lane in self._lanes.values())
+        return self._small.nbytes + sum(lane.nbytes for lane in self._lanes.values())
 
 
 class _SmallTensors:
-    """Copies of small host tensors, made all at once: one call for each would take longer than the copy."""
+    """Copies of small host tensors, made all at once: one call for each would take longer than the copy.
 
-    def __init__(self) -> None:
+    They lie where mirrors do, in memory that a writer process maps: it would be given copies of them else.
+    """
+
+    def __init__(self, *, timeout_secs: float) -> None:
+        self._device = device_for(torch.device("cpu"), timeout_secs=timeout_secs)
+        self._arena = HostArena(self._device)
         self._kept: list[Tensor] = []
         self._sources: list[Tensor] = []
 
@@ -120,7 +125,9 @@ class _SmallTensors:
             if kept.shape == local.shape and kept.dtype is local.dtype:
                 return kept
             del self._kept[index:]
-        kept = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+        segment = self._arena.allocate(lay_out([local.nbytes]))
+        (region,) = segment.layout.regions
+        kept = segment.mirror(region, tensor_spec(local))
         self._kept.append(kept)
         return kept
 
@@ -133,6 +140,10 @@ class _SmallTensors:
         if sources:
             with torch.no_grad():
                 foreach_copy(self._kept, sources)
+
+    @property
+    def nbytes(self) -> int:
+        return self._device.ledger.host_nbytes
 
 
 class _Lane:
@@ -202,10 +213,9 @@ class _Lane:
 def _is_plain(local: Tensor) -> bool:
     """True when the bytes of a tensor are all there is to it."""
     return (
-        type(local) in (torch.Tensor, torch.nn.Parameter)
-        and local.layout is torch.strided
+        is_dense(local)
         and local.numel() > 0
-        and (local.is_contiguous() or is_dense(local))
+        and (local.is_contiguous() or has_no_gaps(local))
         and not local.is_conj()
         and not local.is_neg()
     )

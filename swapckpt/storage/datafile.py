@@ -23,7 +23,7 @@ import torch
 from zlib_ng.zlib_ng import crc32
 
 from swapckpt.errors import PlanError, StorageError
-from swapckpt.storage.items import Skeleton, check_storage, is_dense, payload, skeleton
+from swapckpt.storage.items import Skeleton, is_dense, is_in_order, payload, skeleton
 from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
 
 if TYPE_CHECKING:
@@ -221,9 +221,7 @@ class _Writing:
     def _small(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
         # Run for each of tens of thousands of tensors: every call in here is felt.
         nbytes = frame.payload_nbytes
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            if tensor.untyped_storage().nbytes() < nbytes + tensor.storage_offset() * tensor.itemsize:
-                check_storage(tensor, name=name)
+        if is_in_order(tensor):
             elements = ctypes.string_at(tensor.data_ptr(), nbytes)
         else:
             elements = b"".join([bytes(view) for view in payload(tensor, name=name)])

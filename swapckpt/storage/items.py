@@ -132,6 +132,18 @@ def is_dense(tensor: Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not tensor.is_meta
 
 
+def is_in_order(tensor: Tensor) -> bool:
+    """True when the memory of a dense tensor holds its elements as they are saved: on the host, row by row,
+    and all of them there."""
+    return (
+        tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.untyped_storage().nbytes() >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize
+    )
+
+
 def check_storage(tensor: Tensor, *, name: str) -> None:
     """Raise ReleasedStorageError when there is no memory behind a tensor: to read it crashes the process."""
     if tensor.layout is not torch.strided or tensor.is_meta:

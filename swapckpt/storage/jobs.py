@@ -48,12 +48,20 @@ class Unmapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the elements of a tensor lie: memory, first byte, distances in elements."""
+class Sources:
+    """Where the items of one file come from. Columns, for there are tens of thousands.
 
-    number: int
-    offset_nbytes: int
-    stride: tuple[int, ...]
+    Attributes:
+        numbers: Of the memory that each item lies in; anything for one that comes along.
+        offsets_nbytes: Its first byte there.
+        strides: In elements, by the number of the item; of those that do not lie row by row.
+        data: By the number of the item, of those that come along.
+    """
+
+    numbers: Sequence[int]
+    offsets_nbytes: Sequence[int]
+    strides: Mapping[int, tuple[int, ...]]
+    data: Mapping[int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class Job:
         attempt: Where they are written.
         rank: Whose they are.
         plan: The items of each file; None for those of the job before.
-        sources: For each item of each file its place, or its bytes.
+        sources: Of each file.
     """
 
     url: str
@@ -76,7 +84,7 @@ class Job:
     attempt: Attempt
     rank: int
     plan: Sequence[Sequence[PlannedItem]] | None
-    sources: Sequence[Sequence[Place | bytes]]
+    sources: Sequence[Sources]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -21,7 +21,7 @@ from swapckpt.errors import PlanError
 from swapckpt.storage.collector import collector_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
@@ -110,36 +110,46 @@ class SwapSavePlanner(DefaultSavePlanner):
         return self.plan
 
 
-_PLAIN = (int, float, str, bool, type(None))
-
-
 def _flattened(state_dict: Mapping[str, object]) -> tuple[dict[str, object], dict[str, _Path]] | None:
-    """``state_dict`` by FQN, and the path of each, as stock torch has it. None for what is not nested
-    mappings of tensors and plain values: stock torch knows the rest."""
+    """``state_dict`` by FQN, and the path of each, as stock torch has it. None where two have one FQN or
+    something has shards of its own: stock torch knows what becomes of these."""
     flat: dict[str, object] = {}
     paths: dict[str, _Path] = {}
 
-    def visit(mapping: Mapping[str, object], prefix: _Path) -> bool:
-        for key, value in mapping.items():
-            path = (*prefix, str(key))
-            kind = type(value)
-            if isinstance(value, Mapping):
-                if not visit(value, path):
+    def visit(entries: Iterable[tuple[str | int, object]], prefix: _Path, name: str) -> bool:
+        for key, value in entries:
+            path, fqn = (*prefix, key), f"{name}{key}"
+            if type(value) is not torch.Tensor:  # nearly all are
+                within = _entries(value)
+                if within is not None:
+                    if not visit(within, path, f"{fqn}."):
+                        return False
+                    continue
+                if hasattr(value, "local_shards"):
                     return False
-                continue
-            if kind is list:
-                if not all(type(each) in _PLAIN for each in cast("list[object]", value)):
-                    return False
-            elif hasattr(value, "local_shards"):
-                return False
-            fqn = ".".join(map(str, path))
             if fqn in flat:
                 return False
             flat[fqn] = value
             paths[fqn] = path
         return True
 
-    return (flat, paths) if visit(state_dict, ()) else None
+    return (flat, paths) if visit(_entries(state_dict) or (), (), "") else None
+
+
+def _entries(value: object) -> Iterable[tuple[str | int, object]] | None:
+    """What is saved one by one of a mapping or list; None for what is saved as it is."""
+    if isinstance(value, Mapping):
+        return ((str(key), each) for key, each in value.items())
+    if isinstance(value, list) and any(map(_is_taken_apart, value)):
+        return enumerate(value)
+    return None
+
+
+def _is_taken_apart(value: object) -> bool:
+    """True for what makes stock torch save the entries of a list that it is in one by one."""
+    if isinstance(value, torch.Tensor | Mapping):
+        return True
+    return isinstance(value, list) and any(map(_is_taken_apart, value))
 
 
 def _structure_of(state_dict: dict[str, object]) -> list[Hashable] | None:

@@ -10,7 +10,6 @@ forking a process with threads and a device is unsafe, and spawning would import
 
 from __future__ import annotations
 
-import bisect
 import io
 import mmap
 import os
@@ -27,15 +26,17 @@ import numpy as np
 import torch
 
 from swapckpt.errors import ConfigError, StorageError
+from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.datafile import saved_tensor
-from swapckpt.storage.items import bytes_of, check_storage, is_dense
-from swapckpt.storage.jobs import Done, Failed, Job, Mapped, Place, Ready, Settings, Unmapped, Written
+from swapckpt.storage.items import bytes_of, check_storage, is_dense, is_in_order, span
+from swapckpt.storage.jobs import Done, Failed, Job, Mapped, Ready, Settings, Sources, Unmapped, Written
 from swapckpt.storage.posix import PosixFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.connection import Connection
 
+    import numpy.typing as npt
     from torch import Tensor
     from torch.distributed.checkpoint.planner import SavePlanner
 
@@ -125,7 +126,8 @@ class ProcessRunner:
         on_written: Callable[[Tensor], None] | None,
     ) -> list[DataFile]:
         writer = self._writer
-        places = _Places(self._shared(), data, planned)
+        with collector_paused():
+            places = _Places(self._shared(), data, planned)
         self.copied_nbytes = places.copied_nbytes
         writer.share(places.used())
         local = files if isinstance(files, PosixFiles) else None
@@ -227,7 +229,8 @@ class _Writer:
                     f"The writer process reported nothing for {timeout_secs} s and was ended. Nothing of "
                     "this save is visible."
                 )
-        answer = self._connection.recv()
+        with collector_paused():
+            answer = self._connection.recv()
         return self.receive(timeout_secs) if isinstance(answer, Ready) else answer
 
     def close(self) -> int:
@@ -254,65 +257,98 @@ class _Places:
         data: Sequence[Sequence[Tensor | io.BytesIO]],
         planned: Sequence[Sequence[PlannedItem]],
     ) -> None:
-        self._ranges = list(shared)
-        self._begins = [each.address for each in self._ranges]
-        self._inodes: dict[int, int] = {}  # by address of the range
-        self._used: dict[int, SharedRange] = {}
-        self._found: list[list[tuple[int, int, tuple[int, ...]] | bytes]] = []
-        copies: list[tuple[int, int, Tensor]] = []
-        for file, (of_file, items) in enumerate(zip(data, planned, strict=True)):
-            found: list[tuple[int, int, tuple[int, ...]] | bytes] = []
-            for at, (each, item) in enumerate(zip(of_file, items, strict=True)):
-                if isinstance(each, io.BytesIO):
-                    found.append(each.getvalue())
-                    continue
-                tensor = each.detach()
-                check_storage(tensor, name=item.item.index.fqn)
-                item.check(tensor)
-                if item.frame is None or not is_dense(tensor):
-                    found.append(bytes(saved_tensor(tensor)))
-                    continue
-                place = self._place(tensor)
-                if place is None:
-                    copies.append((file, at, tensor))
-                found.append(place or b"")
-            self._found.append(found)
-        self.copied_nbytes = sum(tensor.nbytes for _, _, tensor in copies)
-        self._scratch = _Scratch([tensor for _, _, tensor in copies])
-        if copies:
-            inode = self._use(self._scratch)
-            for (file, at, tensor), offset in zip(copies, self._scratch.offsets, strict=True):
-                self._found[file][at] = (inode, offset, tuple(tensor.contiguous().stride()))
-
-    def _place(self, tensor: Tensor) -> tuple[int, int, tuple[int, ...]] | None:
-        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
-            return None
-        address = tensor.data_ptr()
-        at = bisect.bisect_right(self._begins, address) - 1
-        if at < 0 or address + tensor.nbytes > self._begins[at] + self._ranges[at].nbytes:
-            return None
-        return self._use(self._ranges[at]), address - self._begins[at], tuple(tensor.stride())
-
-    def _use(self, each: SharedRange) -> int:
-        inode = self._inodes.get(each.address)
-        if inode is None:
-            inode = self._inodes[each.address] = os.fstat(each.descriptor).st_ino
-            self._used[inode] = each
-        return inode
+        ranges = list(shared)
+        self._files = [_FileData(*each) for each in zip(data, planned, strict=True)]
+        where = [each.locate(ranges) for each in self._files]
+        strays = [
+            (file, at)
+            for file, (each, found) in enumerate(zip(self._files, where, strict=True))
+            for at in each.strays(found)
+        ]
+        scratch = _Scratch([self._files[file].tensors[at] for file, at in strays])
+        self.copied_nbytes = sum(self._files[file].tensors[at].nbytes for file, at in strays)
+        for (file, at), offset in zip(strays, scratch.offsets, strict=True):
+            where[file][at] = len(ranges)
+            self._files[file].moved(at, scratch.address + offset)
+        ranges.append(scratch)
+        self._used = {
+            at: (os.fstat(ranges[at].descriptor).st_ino, ranges[at])
+            for at in sorted({int(at) for found in where for at in np.unique(found) if at >= 0})
+        }
+        self._begins = np.array([each.address for each in ranges])
+        self._where = where
 
     def used(self) -> Iterable[tuple[int, SharedRange]]:
         """Memory that is needed, by inode."""
-        return self._used.items()
+        return self._used.values()
 
-    def sources(self, numbers: dict[int, int]) -> list[list[Place | bytes]]:
-        """What the process is told of each item."""
+    def sources(self, numbers: dict[int, int]) -> list[Sources]:
+        """What the process is told of each file."""
+        known = np.zeros(len(self._begins), dtype=np.int64)
+        for at, (inode, _) in self._used.items():
+            known[at] = numbers[inode]
         return [
-            [
-                each if isinstance(each, bytes) else Place(numbers[each[0]], each[1], each[2])
-                for each in of_file
-            ]
-            for of_file in self._found
+            Sources(
+                known[found].tolist(),
+                (each.addresses - self._begins[found]).tolist(),
+                each.strides,
+                each.carried,
+            )
+            for each, found in zip(self._files, self._where, strict=True)
         ]
+
+
+class _FileData:
+    """The items of one file: what comes along, and where the memory of the others is."""
+
+    def __init__(self, data: Sequence[Tensor | io.BytesIO], planned: Sequence[PlannedItem]) -> None:
+        self.carried: dict[int, bytes] = {}
+        self.strides: dict[int, tuple[int, ...]] = {}  # of those that do not lie row by row
+        self.tensors: dict[int, Tensor] = {}  # others than those that are carried
+        addresses, lengths = [], []
+        for at, (each, item) in enumerate(zip(data, planned, strict=True)):
+            address = nbytes = 0
+            if isinstance(each, io.BytesIO):
+                self.carried[at] = each.getvalue()
+            else:
+                item.check(each)
+                if item.frame is None or not is_dense(each):
+                    self.carried[at] = bytes(saved_tensor(each))
+                else:
+                    self.tensors[at] = each
+                    if is_in_order(each):
+                        address, nbytes = each.data_ptr(), item.frame.payload_nbytes
+                    else:
+                        address, nbytes = self._scattered(at, each, name=item.item.index.fqn)
+            addresses.append(address)
+            lengths.append(nbytes)
+        self.addresses = np.array(addresses, dtype=np.int64)
+        self._ends = self.addresses + np.array(lengths, dtype=np.int64)
+
+    def _scattered(self, at: int, tensor: Tensor, *, name: str) -> tuple[int, int]:
+        check_storage(tensor, name=name)
+        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+            return 0, 0
+        self.strides[at] = tuple(tensor.stride())
+        return tensor.data_ptr(), span(tensor.shape, tensor.stride()) * tensor.itemsize
+
+    def locate(self, ranges: Sequence[SharedRange]) -> npt.NDArray[np.int64]:
+        """Of each item the number of the range that it lies in, -1 for none."""
+        if not ranges:
+            return np.full(len(self.addresses), -1)
+        begins = np.array([each.address for each in ranges])
+        ends = begins + np.array([each.nbytes for each in ranges])
+        found = np.searchsorted(begins, self.addresses, side="right") - 1
+        return np.where((found >= 0) & (self._ends <= ends[found]), found, -1)
+
+    def strays(self, where: npt.NDArray[np.int64]) -> list[int]:
+        """Items that lie in no range and do not come along."""
+        return [at for at in np.flatnonzero(where < 0).tolist() if at in self.tensors]
+
+    def moved(self, at: int, address: int) -> None:
+        """An item has been copied to ``address``, row by row."""
+        self.addresses[at] = address
+        self.strides.pop(at, None)
 
 
 class _Scratch:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
-from threading import Event
+from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,6 +106,7 @@ class SwapStorageReader(StorageReader):
         self._given_files = files
         self._load_id = ""
         self._checkpoint: OpenCheckpoint | None = None
+        self._taking_items = Lock()
         self.reset()
 
     # ---------------------------------------------------------------------------- DCP's call sequence
@@ -235,8 +236,10 @@ class SwapStorageReader(StorageReader):
 
     def _read_window(self, source: FileReader, requests: Sequence[_Request]) -> None:
         window = _Window(source, requests[0].place.offset, max(map(_end, requests)))
-        for request in requests:
-            self._read(window, request, request.box, request.target)
+        # The time of small items goes into Python: threads that compete for the interpreter take longer.
+        with self._taking_items, collector_paused():
+            for request in requests:
+                self._read(window, request, request.box, request.target)
 
     def _parts(self, source: FileReader, request: _Request) -> Iterator[Callable[[], None]]:
         box, target = request.box, request.target

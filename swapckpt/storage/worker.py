@@ -75,20 +75,20 @@ class _Worker:
         tally = _Tally(self, plan)
 
         def resolve(file: int, at: int) -> Tensor | io.BytesIO:
-            source = job.sources[file][at]
-            if isinstance(source, bytes):
-                return io.BytesIO(source)
-            item = plan[file][at]
+            source, item = job.sources[file], plan[file][at]
+            if at in source.data:
+                return io.BytesIO(source.data[at])
             assert item.dtype is not None
-            if item.shape.numel() == 0:
+            numel, stride = item.shape.numel(), source.strides.get(at)
+            if numel == 0:
                 return torch.empty(item.shape, dtype=item.dtype, device="cpu")
             flat = torch.frombuffer(
-                self._mapped[source.number],
+                self._mapped[source.numbers[at]],
                 dtype=item.dtype,
-                count=span(item.shape, source.stride),
-                offset=source.offset_nbytes,
+                count=numel if stride is None else span(item.shape, stride),
+                offset=source.offsets_nbytes[at],
             )
-            return flat.as_strided(item.shape, source.stride)
+            return flat.view(item.shape) if stride is None else flat.as_strided(item.shape, stride)
 
         write = WriteJob(self._files(job), job.attempt, job.rank, resolve=resolve, on_written=tally.add)
         files = write.run(plan)

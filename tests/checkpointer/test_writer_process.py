@@ -106,6 +106,30 @@ def test_mirrors_are_written_in_place_and_released_one_by_one(tmp_path: Path, ru
     assert runner.copied_nbytes == sum(tensor.nbytes for tensor in tensors if tensor.numel() < 1024)
 
 
+def test_mirrors_that_do_not_lie_row_by_row_are_written_from_where_they_are(
+    tmp_path: Path, runner: ProcessRunner
+) -> None:
+    job = Job()
+    job.step()
+    matrices = [v for state in job.optimizer.state.values() for v in state.values() if v.numel() >= 1024]
+    state = {"turned": {str(n): each.t() for n, each in enumerate(matrices) if each.dim() == 2}}
+    assert state["turned"]
+    for name, each in (("thread", None), ("process", runner)):
+        dcp.save(state, storage_writer=SwapStorageWriter(tmp_path / name, runner=each), no_dist=True)
+    assert runner.copied_nbytes == 0
+    thread, process = (sorted((tmp_path / name).glob("*.distcp")) for name in ("thread", "process"))
+    assert [file.read_bytes() for file in thread] == [file.read_bytes() for file in process]
+
+
+def test_a_trainers_copies_are_made_where_the_process_sees_them(tmp_path: Path) -> None:
+    job = Job()
+    with job.checkpointer(tmp_path) as checkpointer:
+        job.step()
+        checkpointer.save(1).wait()
+        assert checkpointer.runner is not None
+        assert checkpointer.runner.copied_nbytes == 0
+
+
 def test_a_trainers_saves_hold_the_step_they_were_made_at(tmp_path: Path) -> None:
     job = Job()
     with job.checkpointer(tmp_path) as checkpointer:

@@ -207,7 +207,10 @@ leaves = st.one_of(
 keys = st.one_of(st.text("ab.", min_size=1, max_size=3), st.integers(0, 3))
 nested = st.recursive(
     st.dictionaries(keys, leaves, max_size=4),
-    lambda inner: st.dictionaries(keys, st.one_of(leaves, inner, inner.map(OrderedDict)), max_size=4),
+    lambda inner: st.one_of(
+        st.dictionaries(keys, st.one_of(leaves, inner, inner.map(OrderedDict)), max_size=4),
+        st.lists(st.one_of(leaves, inner), max_size=3).map(lambda entries: {"list": entries}),
+    ),
     max_leaves=12,
 )
 
