@@ -132,6 +132,17 @@ def test_a_load_waits_for_copies_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------------- what cannot be saved
 
 
+@pytest.mark.parametrize("numel", [3, LARGE], ids=["small", "large"])
+def test_a_parameter_without_storage_is_named(tmp_path: Path, numel: int) -> None:
+    model = torch.nn.ParameterDict({"here": torch.ones(3), "gone": torch.ones(numel)})
+    model["gone"].untyped_storage().resize_(0)
+    with (
+        swapckpt.Checkpointer(tmp_path, {"model": model}, ASYNC) as checkpointer,
+        pytest.raises(ReleasedStorageError, match="gone"),
+    ):
+        checkpointer.save(1)
+
+
 def test_a_tensor_without_storage_is_named(tmp_path: Path) -> None:
     values = {"here": torch.ones(3), "gone": torch.ones(LARGE)}
     values["gone"].untyped_storage().resize_(0)
