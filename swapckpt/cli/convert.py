@@ -16,7 +16,11 @@ from swapckpt.tools.sources import open_content
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint, a .pt or a .safetensors file: path or URL.")
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint, or a .pt, .safetensors or .safetensors.index.json file: path or URL.",
+        ),
     ],
     target: Annotated[
         str,

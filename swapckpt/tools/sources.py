@@ -11,6 +11,8 @@ from swapckpt.tools.content import Selected
 from swapckpt.tools.dcp import DcpContent
 from swapckpt.tools.location import Kind, checkpoint_at, kind_of
 from swapckpt.tools.safetensors import SafetensorsContent
+from swapckpt.tools.safetensors_index import SUFFIX as INDEX
+from swapckpt.tools.safetensors_index import IndexedContent
 
 if TYPE_CHECKING:
     from swapckpt.storage.files import FileReader
@@ -46,7 +48,10 @@ def _open_checkpoint(url: str) -> Content:
 
 def _open_file(url: str) -> Content:
     parent, name = split_url(url)
-    source = open_files(parent).open(name)
+    files = open_files(parent)
+    if name.endswith(INDEX):
+        return IndexedContent(files, name, where=url)
+    source = files.open(name)
     try:
         return _content(source, url)
     except BaseException:

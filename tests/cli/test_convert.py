@@ -10,7 +10,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import safetensors
@@ -121,6 +121,45 @@ def test_from_the_library_s_own_safetensors(cli: Cli, tmp_path: Path) -> None:
     assert equal(safetensors.torch.load_file(tmp_path / "b.safetensors"), tensors)
     with safetensors.safe_open(tmp_path / "b.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "by": "me"}
+
+
+def indexed(folder: Path, weight_map: dict[str, str]) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+    return path
+
+
+def test_safetensors_files_are_read_by_their_index(cli: Cli, tmp_path: Path) -> None:
+    tensors = of_every_dtype()
+    names = {fqn: f"model-{n % 2 + 1:05}-of-00002.safetensors" for n, fqn in enumerate(tensors)}
+    for file in set(names.values()):
+        mine = {fqn: tensor for fqn, tensor in tensors.items() if names[fqn] == file}
+        safetensors.torch.save_file(mine, tmp_path / file)
+    index = indexed(tmp_path, names)
+    convert(cli, index, tmp_path / "step-1")
+    assert equal(load(zeroed(tensors), tmp_path / "step-1"), tensors)
+    assert cli("diff", str(index), str(tmp_path / "step-1")).code == 0
+
+
+def test_an_index_that_does_not_fit_its_files_says_all_that_is_wrong(cli: Cli, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "1.safetensors")
+    for weight_map, code, says in (
+        (
+            {"w": "1.safetensors", "b": "3.safetensors", "a": "2.safetensors"},
+            2,
+            "  - 2.safetensors\n  - 3.safe",
+        ),
+        ({"w": "1.safetensors", "v": "1.safetensors"}, 1, "  - v: not in 1.safetensors"),
+        ({"w": "../1.safetensors"}, 1, "is not a path inside the checkpoint"),
+        ({"w": 3}, 1, "is no index of safetensors files"),
+    ):
+        result = cli("convert", str(indexed(tmp_path, cast("Any", weight_map))), str(tmp_path / "out"))
+        assert (result.code, result.stdout) == (code, ""), result
+        assert says in result.stderr
+    (tmp_path / "x.safetensors.index.json").write_text("[]")
+    result = cli("convert", str(tmp_path / "x.safetensors.index.json"), str(tmp_path / "out"))
+    assert (result.code, "is no index of safetensors files" in result.stderr) == (1, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_safetensors_cannot_hold_is_listed(cli: Cli, tmp_path: Path) -> None:
