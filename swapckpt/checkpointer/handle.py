@@ -18,7 +18,7 @@ class SaveStats:
         step: The step.
         nbytes: Bytes that this rank wrote.
         staged_secs: Until parameters were staged, from the start of the background work.
-        write_secs: Planning, writing and commit.
+        write_secs: Planning, writing, commit, and removal of checkpoints that are not kept.
     """
 
     step: int

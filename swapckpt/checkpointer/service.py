@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -33,6 +34,7 @@ from swapckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    PhaseError,
     SaveInProgressError,
     TransferError,
 )
@@ -118,6 +120,7 @@ class Checkpointer:
         self._is_stepping = False
         self._handle: SaveHandle | None = None
         self._is_closed = False
+        self._pid = os.getpid()
         has_accelerator = torch.accelerator.is_available()
         self._device_index = torch.accelerator.current_device_index() if has_accelerator else None
         self._ranks = Ranks(process_group, timeout_secs=self.config.timeout_secs)
@@ -129,6 +132,7 @@ class Checkpointer:
             config=self.config,
             allowed_globals=allowed_globals,
         )
+        _open_ones.add(self)
 
     def _runner_for(self, mode: AsyncMode | str) -> ProcessRunner | None:
         if mode is not AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -145,9 +149,10 @@ class Checkpointer:
     def save(self, step: int, *, overwrite: bool = False) -> SaveHandle:
         """Save the present state as ``step-<step>``. (all ranks)
 
-        Returns when nothing that happens to the state from now on can reach the checkpoint; with
-        ``async_mode="disabled"``, when it is committed. A save that is still under way is waited for first
-        (or refused, see ``CheckpointConfig.on_busy``).
+        Returns when no step of an optimizer from now on can reach the checkpoint; with
+        ``async_mode="disabled"``, when it is committed. Before other code changes parameters in place
+        (weights exchanged for their average, clipped, loaded), call ``fence``. A save that is still under way
+        is waited for first (or refused, see ``CheckpointConfig.on_busy``).
 
         Args:
             step: The step that this state belongs to (>= 0).
@@ -189,6 +194,15 @@ class Checkpointer:
         if handle is not self._handle:
             handle.result()
         return handle
+
+    def fence(self) -> None:
+        """Order what this thread does from now on behind the copies of the save that is under way.
+
+        Steps do so by themselves. Other code that changes parameters in place calls it first: else the save
+        fails where torch notices the change, and holds a part of it where torch does not (through ``.data``,
+        NumPy). On the CPU this waits for the copies; on an accelerator its stream does.
+        """
+        self._staging.fence()
 
     def _live(self) -> dict[str, object]:
         return {name: part.live() for name, part in self._ordered()}
@@ -276,7 +290,7 @@ class Checkpointer:
     def _staging_error(self) -> BaseException | None:
         try:
             self._staging.synchronize()
-        except TransferError as error:
+        except (TransferError, PhaseError) as error:
             return error
         return None
 
@@ -296,6 +310,8 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save that is under way is committed. Raises its failure."""
+        if not self._is_closed:
+            self._require_open("wait")
         error = self._settled(on_busy="wait")
         if error is not None:
             raise error
@@ -323,9 +339,10 @@ class Checkpointer:
         self._close(together=True)
 
     def _close(self, *, together: bool) -> None:
-        if self._is_closed:
+        if self._is_closed or self._is_forked:
             return
         self._is_closed = True
+        _open_ones.discard(self)
         try:
             self.wait()
         finally:
@@ -335,11 +352,37 @@ class Checkpointer:
                 self.runner.close()
             self._ranks.close(together=together)
 
+    def finish(self) -> None:
+        """What is left to be done when the interpreter exits and nobody has called ``close``."""
+        handle = self._handle
+        if handle is None or self._is_forked:
+            return
+        if not handle.done():
+            logger.warning(
+                "The interpreter exits while step %d is being saved, which is waited for. Use the "
+                "Checkpointer as a context manager, or call close().",
+                handle.step,
+            )
+        handle.settle()
+        error = handle.unread_error()
+        if error is not None:
+            logger.error("Saving step %d failed, and nobody has asked: %s", handle.step, error)
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._pid != os.getpid()
+
     def _require_open(self, action: str) -> None:
         if self._is_closed:
             raise ConfigError(f"Cannot {action}: this Checkpointer is closed. Make a new one.")
+        if self._is_forked:
+            raise PhaseError(
+                f"Cannot {action} in a forked process: the Checkpointer, its threads and its groups are the "
+                "parent's. Make a new one here, or start the process with spawn."
+            )
 
     def __enter__(self) -> Checkpointer:  # noqa: PYI034 - typing.Self is not in Python 3.10
+        self._require_open("enter")
         return self
 
     def __exit__(
@@ -416,6 +459,18 @@ class Checkpointer:
                 continue
             return newest
         return None
+
+
+_open_ones: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for checkpointer in list(_open_ones):
+        checkpointer.finish()
+
+
+# Not the public atexit: its functions run when thread pools refuse work already, in the middle of a save.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _parts(states: Mapping[str, object]) -> dict[str, Part]:

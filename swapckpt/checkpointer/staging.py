@@ -3,18 +3,24 @@
 Mirrors are leased and need no copy. Everything else in an asynchronous save is copied: what is small at once,
 the rest on a copy stream while training goes on. The copy is ordered behind the compute stream, and what
 changes the sources is ordered behind the copy.
+
+[Note: changes without a fence] Steps of optimizers are fenced. Code that changes parameters otherwise
+(weights exchanged for their average, clipped, loaded) may come before the copy. torch counts changes in
+place: where the count of a source is another one when its copy is done, the save fails.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt._torch import foreach_copy, local_of, spec_of, wrap_local
+from swapckpt._torch import foreach_copy, local_of, spec_of, version_of, wrap_local
 from swapckpt.device import device_for
-from swapckpt.errors import TransferError, TransferTimeoutError
+from swapckpt.errors import PhaseError, TransferError, TransferTimeoutError, listing
 from swapckpt.memory import HostArena
 from swapckpt.plan import lay_out
 from swapckpt.state import byte_view, tensor_spec
@@ -41,7 +47,7 @@ class Staging:
 
     1. training thread: ``copy(tensor)`` for each tensor, in the same order every time;
     2. training thread: ``start()``, which returns at once;
-    3. training thread: ``fence()`` before anything changes a source;
+    3. training thread: ``fence()`` before anything changes a source (see the note at the top);
     4. any thread: ``synchronize()`` before anything reads a copy;
     5. training thread: ``copy`` again, for the next save, when nothing reads the copies any more.
 
@@ -71,7 +77,7 @@ class Staging:
             return wrap_local(local.to("cpu", copy=True), spec_of(tensor))
         if local.device not in self._lanes:
             self._lanes[local.device] = _Lane(local.device, timeout_secs=self._timeout_secs)
-        return wrap_local(self._lanes[local.device].copy(local), spec_of(tensor))
+        return wrap_local(self._lanes[local.device].copy(local, name=name), spec_of(tensor))
 
     def start(self) -> None:
         """Submit the copies, behind what the compute stream has been given so far. Small ones are made."""
@@ -95,9 +101,15 @@ class Staging:
 
         Raises:
             TransferError: A copy failed or did not come to an end in time.
+            PhaseError: Sources were changed while they were copied; all are listed.
         """
-        for lane in self._lanes.values():
-            lane.synchronize()
+        changed = [name for lane in self._lanes.values() for name in lane.synchronize()]
+        if changed:
+            raise PhaseError(
+                "Changed while the save was copying them, which may have caught a part of the change. Steps "
+                "of optimizers wait for the copies; before other code changes parameters, call fence() of "
+                f"the Checkpointer:{listing(changed)}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +158,19 @@ class _SmallTensors:
         return self._device.ledger.host_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A source, and how often it had been changed in place when its copy was asked for."""
+
+    name: str
+    local: Tensor
+    version: int
+
+    @property
+    def is_changed(self) -> bool:
+        return version_of(self.local) != self.version
+
+
 class _Lane:
     """The copies from one device."""
 
@@ -158,8 +183,11 @@ class _Lane:
         self._copying: list[CopyPair] = []  # held until it is done: its sources may be nobody else's by then
         self._done: Event | None = None
         self._has_failed = False
+        self._watched: list[_Watched] = []
+        self._changed: list[str] = []
+        self._lock = threading.Lock()  # of these two: fence and synchronize are of two threads
 
-    def copy(self, local: Tensor) -> Tensor:
+    def copy(self, local: Tensor, *, name: str) -> Tensor:
         spec, index = tensor_spec(local), len(self._pairs)
         if index == len(self._kept) or self._kept[index][0] != spec:
             # What was kept for another order is of no use: all of it goes, so that memory is held once.
@@ -168,6 +196,7 @@ class _Lane:
         segment = self._kept[index][1]
         (region,) = segment.layout.regions
         self._pairs.append((segment.bytes(region), byte_view(local)))
+        self._watched.append(_Watched(name, local, version_of(local)))
         return segment.mirror(region, spec)
 
     def start(self) -> None:
@@ -179,15 +208,17 @@ class _Lane:
         stream = self._device.offload
         stream.wait(self._device.compute().record())
         self._copying = pairs
+        self._changed = []
         stream.copy(pairs)
         self._done = stream.record()
 
     def reset(self) -> None:
-        self._pairs = []
+        self._pairs, self._watched = [], []
 
     def fence(self) -> None:
         if self._done is None:
             return
+        self._look_at_sources()
         try:
             self._device.compute().wait(self._done)
         except TransferTimeoutError:
@@ -195,15 +226,23 @@ class _Lane:
         except TransferError as error:  # raised by the save; there is nothing left to be waited for
             logger.debug("Nothing to wait for, the copies have failed: %s", error)
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> list[str]:
+        """Names of sources that were changed before the copies were there, as far as torch has counted."""
         if self._done is None:
-            return
+            return []
         try:
             self._done.synchronize(self._timeout_secs)
         except TransferError:
             self._has_failed = True
             raise
+        self._look_at_sources()
         self._copying = []
+        return self._changed
+
+    def _look_at_sources(self) -> None:
+        with self._lock:
+            watched, self._watched = self._watched, []
+            self._changed += [each.name for each in watched if each.is_changed]
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """Tensors in several safetensors files, by the ``*.safetensors.index.json`` beside them that model hubs have.
 
 The index maps each name to its file: ``{"metadata": {...}, "weight_map": {"lm_head.weight":
-"model-00002-of-00002.safetensors", ...}}``. Its metadata (the size of all) says nothing that the files do not.
+"model-00002-of-00002.safetensors", ...}}``. Its metadata (the size of all) says nothing that files do not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ import swapckpt
 from swapckpt.checkpointer import staging
 from swapckpt.checkpointer.staging import Staging
 from swapckpt.device import CpuDevice
-from swapckpt.errors import ReleasedStorageError
+from swapckpt.errors import PhaseError, ReleasedStorageError
 from swapckpt.storage import SwapSavePlanner, SwapStorageReader, SwapStorageWriter
 from tests.checkpointer.jobs import ASYNC, CONFIGS, Gate, Job, differing, history, hooked, loaded
 from tests.storage.stores import equal, unwrapped
@@ -126,6 +127,56 @@ def test_a_load_waits_for_copies_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
         job.step(1)
         checkpointer.save(1)
         assert checkpointer.load(0) == 0
+    assert not differing(loaded(tmp_path, 1)[1].contents(), history()[1])
+
+
+# ---------------------------------------------------------------------------- changes without a step
+
+
+def exchange(job: Job) -> None:
+    """As evaluation does with the average of the weights."""
+    with torch.no_grad():
+        for param in job.model.parameters():
+            param.fill_(7.0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_parameters_that_change_while_they_are_copied_fail_the_save(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("lazy", monkeypatch)
+    job, changed, synchronize = Job.build(config), threading.Event(), Staging.synchronize
+
+    def late(self: Staging) -> None:
+        assert changed.wait(60)
+        synchronize(self)
+
+    monkeypatch.setattr(Staging, "synchronize", late)
+    with swapckpt.Checkpointer(tmp_path, job.states, ASYNC) as checkpointer:
+        job.step(1)
+        saved = checkpointer.save(1)
+        exchange(job)
+        changed.set()
+        with pytest.raises(PhaseError, match="Changed while the save was copying") as caught:
+            saved.result()
+        message = str(caught.value)
+        assert all(f"  - {name}" in message for name in ("down.weight", "up.weight")), message
+        assert checkpointer.steps() == []
+        checkpointer.save(1).result()  # as it is now
+    assert all((param == 7.0).all() for param in loaded(tmp_path, 1)[1].model.parameters())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_behind_a_fence_parameters_may_change(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("lazy", monkeypatch)
+    job = Job.build(config)
+    with swapckpt.Checkpointer(tmp_path, job.states, ASYNC) as checkpointer:
+        job.step(1)
+        checkpointer.save(1)
+        checkpointer.fence()
+        exchange(job)
     assert not differing(loaded(tmp_path, 1)[1].contents(), history()[1])
 
 
