@@ -39,15 +39,15 @@ class Settings:
 
 
 def load_settings(path: str | os.PathLike[str]) -> Settings:
-    """Read the tables ``[optimizer]`` and ``[checkpoint]``; others are the trainer's and are not looked at.
+    """Read the tables ``[optimizer]`` and ``[checkpoint]``; others are the trainer's.
 
     ``[optimizer]``: ``swap_optimizer`` turns swapping on, ``swap_optimizer_times`` is
     ``SwapConfig.swap_times``, and ``swap_optimizer_<field>`` any other field; keys that do not begin with
     ``swap`` are the trainer's. ``[checkpoint]``: the fields of ``CheckpointConfig``.
 
     Raises:
-        ConfigError: The file is no TOML, a value is outside its range, or a key is unknown; all unknown keys
-            are listed, with the nearest that exists.
+        ConfigError: The file is no TOML, a value is outside its range, or a key is unknown or stands in a
+            table of nearly the right name; all are listed, with the nearest that exists.
         FileNotFoundError: There is no such file.
     """
     where = os.fspath(path)
@@ -60,6 +60,7 @@ def load_settings(path: str | os.PathLike[str]) -> Settings:
     checkpoint = _table(tables, "checkpoint", where)
     known = {ENABLED, *map(_swap_key, _fields(SwapConfig))}
     unknown = [
+        *_misspelt(tables),
         *_unknown("optimizer", ours, known),
         *_unknown("checkpoint", checkpoint, _fields(CheckpointConfig)),
     ]
@@ -92,11 +93,26 @@ def _fields(cls: type[SwapConfig | CheckpointConfig]) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
+def _misspelt(tables: Mapping[str, object]) -> list[str]:
+    """Tables whose name and keys are nearly and exactly what would be read: nothing of them would be."""
+    keys = {
+        "optimizer": [ENABLED, *map(_swap_key, _fields(SwapConfig))],
+        "checkpoint": _fields(CheckpointConfig),
+    }
+    lines = []
+    for name, table in tables.items():
+        near = difflib.get_close_matches(name, keys.keys() - tables.keys(), n=1, cutoff=0.8)
+        if near and isinstance(table, dict) and not table.keys().isdisjoint(keys[near[0]]):
+            lines.append(f"[{name}], did you mean [{near[0]}]?")
+    return lines
+
+
 def _unknown(table: str, found: Iterable[str], known: Iterable[str]) -> list[str]:
     lines = []
     for key in found:
         if key not in set(known):
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            full = _swap_key(key) if key == "swap_times" else f"{_PREFIX}{key.removeprefix('swap_')}"
+            near = [full] if full in set(known) else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f", did you mean {near[0]}?" if near else ""
             lines.append(f"[{table}] {key}{hint}")
     return lines

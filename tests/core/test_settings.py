@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from swapckpt import AsyncMode, CheckpointConfig, SwapConfig, load_settings
 from swapckpt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -46,6 +43,19 @@ sync_files = false
     )
 
 
+def test_the_example_and_the_table_of_the_docs(file: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/saving.md").read_text()
+    file.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    settings = load_settings(file)
+    assert settings.swap == SwapConfig(swap_times=16)
+    assert settings.checkpoint == CheckpointConfig(
+        async_mode=AsyncMode.ASYNC_WITH_PINNED_MEM, keep_latest=3, keep_every=1000
+    )
+    table = page.partition("## Settings\n")[2].partition("```toml")[0]
+    for field in dataclasses.fields(CheckpointConfig):
+        assert f"\n| `{field.name}` | " in table
+
+
 def test_without_tables_nothing_is_swapped_and_defaults_hold(file: Path) -> None:
     file.write_text("")
     assert load_settings(file).swap is None
@@ -75,6 +85,28 @@ def test_all_unknown_keys_are_listed_with_the_nearest_that_exists(file: Path) ->
         "  - [optimizer] swap_optimizer_time, did you mean swap_optimizer_times?",
         "  - [optimizer] swap_optimizr, did you mean swap_optimizer?",
     ]
+
+
+def test_names_of_the_class_lead_to_those_of_the_file(file: Path) -> None:
+    file.write_text("[optimizer]\nswap_times = 3\nswap_min_numel = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(file)
+    assert str(caught.value).splitlines()[1:] == [
+        "  - [optimizer] swap_min_numel, did you mean swap_optimizer_min_numel?",
+        "  - [optimizer] swap_times, did you mean swap_optimizer_times?",
+    ]
+
+
+def test_a_misspelt_table_is_not_passed_over(file: Path) -> None:
+    file.write_text("[optimiser]\nswap_optimizer = true\n[chekpoint]\nkeep_latest = 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(file)
+    assert str(caught.value).splitlines()[1:] == [
+        "  - [chekpoint], did you mean [checkpoint]?",
+        "  - [optimiser], did you mean [optimizer]?",
+    ]
+    file.write_text("[optimizers]\nlr = 0.1\n[checkpoints]\nfolder = 'x'\n")  # the trainer's own
+    load_settings(file)
 
 
 @pytest.mark.parametrize(
