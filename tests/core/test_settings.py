@@ -98,11 +98,11 @@ def test_names_of_the_class_lead_to_those_of_the_file(file: Path) -> None:
 
 
 def test_a_misspelt_table_is_not_passed_over(file: Path) -> None:
-    file.write_text("[optimiser]\nswap_optimizer = true\n[chekpoint]\nkeep_latest = 3\n")
+    file.write_text("[optimiser]\nswap_optimizer = true\n[checkpnt]\nkeep_latest = 3\n")
     with pytest.raises(ConfigError) as caught:
         load_settings(file)
     assert str(caught.value).splitlines()[1:] == [
-        "  - [chekpoint], did you mean [checkpoint]?",
+        "  - [checkpnt], did you mean [checkpoint]?",
         "  - [optimiser], did you mean [optimizer]?",
     ]
     file.write_text("[optimizers]\nlr = 0.1\n[checkpoints]\nfolder = 'x'\n")  # the trainer's own
