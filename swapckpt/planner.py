@@ -123,14 +123,27 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         problems = [
             f"{key}: {problem}"
             for key, destination in self.state_dict.items()
-            if (problem := self._problem(key, destination, self.metadata)) is not None
+            if (problem := self._problem(key, destination, allow_cast=self._allow_cast)) is not None
         ]
         problems += [f"{key}: unexpected" for key in self.unexpected(self.metadata)]
         if problems:
             msg = (
-                f"The checkpoint does not fit; nothing was read. {len(problems)} entries:{listing(problems)}"
+                f"The checkpoint does not fit; nothing was read.{self._advice(problems)} "
+                f"{len(problems)} entries:{listing(problems)}"
             )
             raise SchemaError(msg) from cause
+
+    def _advice(self, problems: Sequence[str]) -> str:
+        """The options under which less would be wrong."""
+        advice = ""
+        if any(problem.endswith((": missing", ": unexpected")) for problem in problems):
+            advice += " allow_partial=True leaves out what is missing or unexpected."
+        if not self._allow_cast and any(
+            self._problem(key, each, allow_cast=False) != self._problem(key, each, allow_cast=True)
+            for key, each in self.state_dict.items()
+        ):
+            advice += " allow_cast=True converts where only the dtype differs."
+        return advice
 
     def unexpected(self, metadata: Metadata) -> list[str]:
         """What the checkpoint has under the names that are loaded and the destination does not."""
@@ -146,8 +159,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             and not _is_elsewhere(self.original_state_dict, found[key])
         ]
 
-    def _problem(self, key: str, destination: object, metadata: Metadata) -> str | None:
-        entries = metadata.state_dict_metadata
+    def _problem(self, key: str, destination: object, *, allow_cast: bool) -> str | None:
+        assert self.metadata is not None
+        entries = self.metadata.state_dict_metadata
         if key not in entries:
             return None if self.allow_partial_load else "missing"
         found = entries[key]
@@ -156,7 +170,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         if not isinstance(destination, torch.Tensor) or not isinstance(found, TensorStorageMetadata):
             return None
         wrong_shape = tuple(found.size) != tuple(destination.shape)
-        wrong_dtype = found.properties.dtype != destination.dtype and not self._allow_cast
+        wrong_dtype = found.properties.dtype != destination.dtype and not allow_cast
         return f"expected {_kind(destination)}, found {_kind(found)}" if wrong_shape or wrong_dtype else None
 
 

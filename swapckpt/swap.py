@@ -115,7 +115,8 @@ class Swap:
         if self.phase is Phase.FAILED and not self.recovering:
             msg = (
                 f"Cannot {action}: an earlier step or load failed midway ({self.failure}). Parameters and "
-                "state may be torn. Restore both from a checkpoint inside `with swapckpt.recovery(...)`."
+                "state may be torn. Restore both from a checkpoint: by `load()` of a Checkpointer that has "
+                "both, or by other means inside `with swapckpt.recovery(...)`."
             )
             raise StateFailedError(msg) from self.failure
         if self.phase in (Phase.STEPPING, Phase.LOADING, Phase.REBINDING, Phase.SHOWING):

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from swapckpt.checkpointer.parts import recovery_of
 from swapckpt.checkpointer.planners import PartLoadPlanner
 from swapckpt.errors import SwapCkptError
-from swapckpt.storage import SwapStorageReader
+from swapckpt.storage import SwapStorageReader, committed_steps, lost_steps, refuse_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
     from swapckpt.checkpointer.ranks import Ranks
     from swapckpt.config import CheckpointConfig
     from swapckpt.storage import Files
+
+
+def loadable_steps(files: Files, step: int | None) -> list[int]:
+    """Steps that a load considers, ascending: all committed ones, and what was committed and has lost its
+    metadata where it is newer or asked for. That must be said: training would go on further back.
+
+    Raises:
+        ConfigError: The folder is a checkpoint itself.
+    """
+    refuse_checkpoint(files)
+    committed = committed_steps(files)
+    newest = max(committed, default=-1)
+    lost = [each for each in lost_steps(files, committed) if each > newest or each == step]
+    return sorted(committed + lost)
 
 
 class Loader:

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from swapckpt.checkpointer.damage import Damage
 from swapckpt.checkpointer.handle import SaveHandle, SaveStats
-from swapckpt.checkpointer.loading import Loader
+from swapckpt.checkpointer.loading import Loader, loadable_steps
 from swapckpt.checkpointer.parts import ManagerPart, ModulePart, part_for
 from swapckpt.checkpointer.planners import RankSavePlanner
 from swapckpt.checkpointer.ranks import Ranks
@@ -36,10 +37,11 @@ from swapckpt.errors import (
     CorruptCheckpointError,
     PhaseError,
     SaveInProgressError,
+    SwapCkptError,
     TransferError,
 )
 from swapckpt.memory import shared_memory
-from swapckpt.storage import SwapStorageWriter, committed_steps, open_files
+from swapckpt.storage import SwapStorageWriter, committed_steps, open_files, refuse_checkpoint
 from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.process import ProcessRunner
 
@@ -95,7 +97,7 @@ class Checkpointer:
     ) -> None:
         self.config = config if config is not None else CheckpointConfig()
         require_instance("config", self.config, CheckpointConfig)
-        self.folder = os.fspath(folder).rstrip("/") or "/"
+        self.folder = _folder(folder)
         self._parts = _parts(states)
         self._files = open_files(
             self.folder,
@@ -103,6 +105,7 @@ class Checkpointer:
             drop_page_cache=self.config.drop_page_cache_after_save,
         )
         self._staging = Staging(timeout_secs=self.config.timeout_secs)
+        self._damage = Damage(self._files)
         self._planner = RankSavePlanner(self._parts)
         self.runner = self._runner_for(self.config.async_mode)
         self._writer = SwapStorageWriter(
@@ -160,7 +163,8 @@ class Checkpointer:
 
         Raises:
             SaveInProgressError: ``on_busy="raise"``, and the save before is not done.
-            CheckpointExistsError: The step is committed already (from the handle, unless ``disabled``).
+            CheckpointExistsError: The step is committed already, and ``load`` did not find it damaged; or
+                another job commits it first (from the handle, unless ``disabled``).
             StateFailedError: A step failed midway: there is no state to save.
             CheckpointError: An earlier save failed and a rank has not asked for its result; or ranks save
                 different steps. This one was not begun, on any rank.
@@ -271,7 +275,7 @@ class Checkpointer:
         if self._device_index is not None:  # a new thread is on the first device
             torch.accelerator.set_device_index(self._device_index)
         try:
-            self._ranks.agree_in_save(what, error=self._staging_error())
+            self._ranks.agree_in_save(what, error=self._staging_error() or self._folder_error())
             staged_secs = time.perf_counter() - begin
             self._write(step, state_dict, overwrite=overwrite, what=what)
         except BaseException:
@@ -281,6 +285,7 @@ class Checkpointer:
         finally:
             self._release()
         if self._ranks.is_coordinator:
+            self._damage.replaced(step)
             retire(self._files, self.config, saved=step)
         if self.config.empty_cache_after_save and self._device_index is not None:
             torch.accelerator.empty_cache()
@@ -294,8 +299,18 @@ class Checkpointer:
             return error
         return None
 
+    def _folder_error(self) -> SwapCkptError | None:
+        """What speaks against the folder itself. (coordinator; nothing elsewhere)"""
+        try:
+            if self._ranks.is_coordinator:
+                refuse_checkpoint(self._files)
+        except SwapCkptError as error:
+            return error
+        return None
+
     def _write(self, step: int, state_dict: dict[str, object], *, overwrite: bool, what: str) -> None:
-        self._writer.overwrite = overwrite
+        if self._ranks.is_coordinator:
+            self._writer.overwrite = overwrite or self._damage.may_replace(step)
         with self._ranks.raising(what):
             dcp.save(
                 state_dict,
@@ -423,7 +438,9 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: There is no checkpoint of ``step``.
             SchemaError: It does not fit. Nothing was changed.
-            CorruptCheckpointError: It is damaged. What it was read into is torn: load another one.
+            CorruptCheckpointError: It is damaged, or has lost its metadata. What it was read into is torn:
+                load another one. A later save of this step replaces it.
+            ConfigError: The folder is a checkpoint itself.
             UnsafePickleError: It asks for code.
         """
         self._require_open("load")
@@ -436,7 +453,7 @@ class Checkpointer:
         error: BaseException | None = None
         if self._ranks.is_coordinator:
             try:
-                found = self.steps()
+                found = loadable_steps(self._files, step)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks
                 error = caught
         found = self._ranks.from_coordinator("Listing checkpoints", found, error=error)
@@ -453,12 +470,36 @@ class Checkpointer:
             try:
                 self._loader.load(newest, allow_partial=allow_partial, allow_cast=allow_cast)
             except CorruptCheckpointError as damage:
-                if not (fallback and found):
-                    raise
-                logger.warning("Step %d is damaged, step %d is loaded: %s", newest, found[-1], damage)
+                self._note_damage(newest, damage, older=found, fallback=fallback)
                 continue
             return newest
         return None
+
+    def _note_damage(
+        self, step: int, damage: CorruptCheckpointError, *, older: Sequence[int], fallback: bool
+    ) -> None:
+        """Remember that a step is damaged, and raise unless an older one is to be loaded."""
+        if self._ranks.is_coordinator:
+            self._damage.found(step)
+        if not older:
+            raise damage
+        if not fallback:
+            raise CorruptCheckpointError(
+                f"{damage}\nload(fallback=True) goes on with the next older one, step {older[-1]}."
+            ) from damage
+        logger.warning("Step %d is damaged, step %d is loaded: %s", step, older[-1], damage)
+
+
+def _folder(folder: object) -> str:
+    """The folder as a string without a slash at its end.
+
+    Raises:
+        ConfigError: It is no path or URL.
+    """
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"folder must be a path or URL, for example 'runs/a', got {folder!r:.60}.")
+    return path.rstrip("/") or "/"
 
 
 _open_ones: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

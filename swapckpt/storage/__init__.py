@@ -10,7 +10,9 @@ from swapckpt.storage.catalog import (
     Removal,
     committed_steps,
     list_checkpoints,
+    lost_steps,
     prune,
+    refuse_checkpoint,
 )
 from swapckpt.storage.files import Files, open_files, split_url
 from swapckpt.storage.opened import OpenCheckpoint, open_checkpoint
@@ -31,9 +33,11 @@ __all__ = [
     "SwapStorageWriter",
     "committed_steps",
     "list_checkpoints",
+    "lost_steps",
     "open_checkpoint",
     "open_files",
     "prune",
+    "refuse_checkpoint",
     "split_url",
     "verify",
 ]

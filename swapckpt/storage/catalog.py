@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from swapckpt.errors import CheckpointNotFoundError, SwapCkptError
+from swapckpt.errors import CheckpointNotFoundError, ConfigError, SwapCkptError
 from swapckpt.storage.commit import (
     asides,
     attempt_of,
     discard,
+    has_lost_metadata,
     has_metadata,
     is_checkpoint_file,
     located,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 MIN_AGE_SECS = 3600.0
 """What was changed within this time may belong to a save that is still going on."""
+
+_LOST = f"has no {METADATA}: it was lost, or a removal was cut short"
+"""The problem of what was committed once and has no metadata."""
 
 _PROBE = re.compile(r"\.swapckpt-probe-[0-9a-f]{32}")
 
@@ -78,6 +82,34 @@ def committed_steps(files: Files) -> list[int]:
     return sorted(step for step in steps if located(files, f"step-{step}") is not None)
 
 
+def lost_steps(files: Files, committed: Sequence[int]) -> list[int]:
+    """Steps that were committed and have lost their metadata since, ascending. What a save left that did not
+    finish is none. Object stores do not show it, except of checkpoints that were copied there.
+
+    Args:
+        files: The folder that checkpoints are in.
+        committed: From :func:`committed_steps`; these are not looked at.
+    """
+    steps = {step for entry in _entries(files, "") if (step := step_of(entry.name)) is not None}
+    return sorted(step for step in steps - {*committed} if has_lost_metadata(files, f"step-{step}"))
+
+
+def refuse_checkpoint(files: Files) -> None:
+    """Raise when a folder that is to hold checkpoints is one itself.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if has_metadata(files, ""):
+        above, _, name = files.url.rstrip("/").rpartition("/")
+        step = step_of(name)
+        then = "" if step is None else f", and load({step}) for this step"
+        raise ConfigError(
+            f"{files.url} is a checkpoint, not a folder of checkpoints: steps would be saved inside of it. "
+            f"Name the folder above it, {above!r}{then}."
+        )
+
+
 def list_checkpoints(files: Files) -> list[CheckpointInfo]:
     """Every checkpoint, attempt and remainder in a folder, by step and name."""
     found = []
@@ -103,10 +135,10 @@ def _inspected(files: Files, name: str, folder: str) -> CheckpointInfo | None:
     entries = _entries(files, folder)
     if not any(is_checkpoint_file(entry.name) for entry in entries):
         return None
-    if not any(entry.name == METADATA for entry in entries):
-        return _described(
-            files, name, folder, CheckpointState.INCOMPLETE, problem="a save that did not finish"
-        )
+    if not has_metadata(files, folder):
+        was_committed = has_lost_metadata(files, folder)
+        problem = _LOST if was_committed else "a save that did not finish"
+        return _described(files, name, folder, CheckpointState.INCOMPLETE, problem=problem)
     try:
         checkpoint = open_checkpoint(files, name)
     except CheckpointNotFoundError:  # removed meanwhile

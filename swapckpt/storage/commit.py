@@ -6,8 +6,10 @@ r"""A checkpoint becomes visible in one step, when all of it is durable, or not 
    syncs them;
 2. compare their lengths with what the ranks report; write and sync ``.swapckpt.json`` and ``.metadata``, and
    look at their lengths; sync the folder;
-3. when ``step-5`` exists and is to be replaced: rename it to ``.swapckpt-<hex>-<attempt>.old``;
-4. rename the attempt to ``step-5``, sync the folder above. This is the commit;
+3. when ``step-5`` exists, and is no checkpoint or the one seen at the start (``overwrite``): rename it to
+   ``.swapckpt-<hex>-<attempt>.old``, and look once more at what was renamed;
+4. rename the attempt to ``step-5``, sync the folder above. This is the commit. A folder that is not empty is
+   never replaced by a rename: of two jobs that get here, one does;
 5. remove what was replaced, its ``.metadata`` first.
 
 ``<hex>`` is the checkpoint's name in hexadecimal, so that no trainer's search for ``step-(\d+)`` takes an
@@ -69,7 +71,8 @@ class Attempt:
         id: Unique, 32 hexadecimal digits.
         renames: Which protocol is used.
         replaces: A committed checkpoint was there when the attempt began.
-        version: What the store called its metadata, where it can tell versions apart.
+        version: What the store called its metadata, where it can tell versions apart. No other one is
+            replaced.
     """
 
     name: str
@@ -144,10 +147,21 @@ def asides(files: Files) -> list[Aside]:
 
 def has_metadata(files: Files, folder: str) -> bool:
     """True when the folder holds a committed checkpoint."""
+    return METADATA in _file_names(files, folder)
+
+
+def has_lost_metadata(files: Files, folder: str) -> bool:
+    """True when a checkpoint was committed by renaming this folder, and its metadata is gone: lost, or a
+    removal was cut short. An attempt has its manifest only under another name of folder or file."""
+    names = _file_names(files, folder)
+    return MANIFEST in names and METADATA not in names
+
+
+def _file_names(files: Files, folder: str) -> set[str]:
     try:
-        return any(entry.name == METADATA for entry in files.entries(folder))
+        return {entry.name for entry in files.entries(folder) if not entry.is_folder}
     except FileNotFoundError:
-        return False
+        return set()
 
 
 def located(files: Files, name: str) -> str | None:
@@ -186,17 +200,28 @@ def begin(files: Files, name: str, *, overwrite: bool) -> Attempt:
     """
     files.make_folder("")
     recover(files, name)
-    replaces = located(files, name) is not None
+    replaces, version = _committed(files, name)
     if replaces and not overwrite:
         raise CheckpointExistsError(
             f"{files.url}/{name} is a committed checkpoint. Save another step, or pass overwrite=True."
         )
     _refuse_foreign(files, name)
-    version = files.version(f"{name}/{METADATA}") if replaces and not files.renames else None
     attempt = Attempt(name, uuid.uuid4().hex, files.renames, replaces, version)
     files.make_folder(attempt.folder)
     files.sync_folder("")
     return attempt
+
+
+def _committed(files: Files, name: str) -> tuple[bool, str | None]:
+    """Whether a checkpoint is committed in a folder, and which one, as far as the store can tell."""
+    folder = located(files, name)
+    return (False, None) if folder is None else (True, files.version(f"{folder}/{METADATA}"))
+
+
+def version_of(files: Files, name: str) -> str | None:
+    """Tells what is committed under a name from what is committed there later. None when nothing is, or the
+    store cannot tell."""
+    return _committed(files, name)[1]
 
 
 def _refuse_foreign(files: Files, name: str) -> None:
@@ -228,7 +253,7 @@ def commit(
         StorageError: A data file is not there as reported, or the store failed. Nothing is visible, and what
             the attempt left is removed where that is possible. Only when an object store fails *at* the
             commit, it may have come about all the same, and nothing is removed.
-        CheckpointExistsError: Another job committed the same checkpoint in the meantime.
+        CheckpointExistsError: Another job committed the same checkpoint in the meantime. That one stays.
     """
     try:
         replaced = _check_lengths(files, attempt, {file.name: file.nbytes for file in data})
@@ -265,20 +290,48 @@ def _check_lengths(files: Files, attempt: Attempt, written: Mapping[str, int]) -
 def _commit_by_rename(files: Files, attempt: Attempt) -> None:
     files.sync_folder(attempt.folder)
     old = aside(attempt.name, attempt.id, kind="old")
-    replaces = _exists(files, attempt.name)
-    if replaces:
-        files.rename(attempt.name, old)
+    is_aside = False
+    if _exists(files, attempt.name):
+        with suppress(FileNotFoundError):  # another job took it away: the last rename says who is first
+            _require_as_begun(files, attempt, attempt.name)
+            files.rename(attempt.name, old)
+            is_aside = True
     try:
-        files.rename(attempt.folder, attempt.name)
+        if is_aside:
+            with suppress(FileNotFoundError):  # another job gave it its name back
+                _require_as_begun(files, attempt, old)  # or committed between the look above and the rename
+        _take_name(files, attempt)
     except BaseException:
-        if replaces:
+        if is_aside:
             with suppress(StorageError, OSError):  # else the readers' rule and the next writer do it
                 files.rename(old, attempt.name)
         raise
     files.sync_folder("")
-    if replaces:
+    if is_aside:
         with _cleaning(files, old):
             discard(files, old)
+
+
+def _require_as_begun(files: Files, attempt: Attempt, folder: str) -> None:
+    """Raise when a folder holds another checkpoint than :func:`begin` saw: only that one may be replaced."""
+    if has_metadata(files, folder):
+        version = files.version(f"{folder}/{METADATA}")
+        if (attempt.replaces, attempt.version) != (True, version):
+            raise _taken(files, attempt)
+
+
+def _take_name(files: Files, attempt: Attempt) -> None:
+    try:
+        files.rename(attempt.folder, attempt.name)
+    except FileExistsError as error:
+        raise _taken(files, attempt) from error
+
+
+def _taken(files: Files, attempt: Attempt) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{files.url}/{attempt.name}: another job saved it during this save, and its checkpoint stays. Let "
+        "one job at a time save into a folder."
+    )
 
 
 def _commit_by_put(files: Files, attempt: Attempt, metadata: bytes, *, replaced: Sequence[str]) -> None:
@@ -290,7 +343,7 @@ def _commit_by_put(files: Files, attempt: Attempt, metadata: bytes, *, replaced:
             files.put(path, metadata)
     except FileExistsError as error:
         abandon(files, attempt)
-        raise CheckpointExistsError(f"{files.url}/{path}: another job committed it.") from error
+        raise _taken(files, attempt) from error
     if read_bytes(files, path) != metadata:
         raise StorageError(f"{files.url}/{path} does not hold what was just written to it.")
     with _cleaning(files, attempt.folder):

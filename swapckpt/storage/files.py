@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import tenacity
 
-from swapckpt.errors import StorageError
+from swapckpt.errors import StorageError, SwapCkptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +76,11 @@ class FileReader(Protocol):
     def nbytes(self) -> int: ...
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes at ``offset``. Raises StorageError where the file ends too early."""
+        """Fill ``view`` with the bytes at ``offset``.
+
+        Raises:
+            CorruptCheckpointError: The file ends too early.
+        """
 
     def close(self) -> None: ...
 
@@ -120,12 +124,14 @@ class Files(Protocol):
         """A new small file, whole and durable when this returns. FileExistsError when there is one."""
 
     def version(self, path: str) -> str | None:
-        """What the store calls the present content of a file; None where it has no such name."""
+        """A name of the present content of a file, which another content does not have; None where the store
+        has none. Where folders are renamed, a file keeps it with its folder."""
 
     def swap(self, path: str, data: bytes, *, version: str | None) -> None:
         """Replace a small file in one step. FileExistsError when it is no longer at ``version``."""
 
-    def rename(self, source: str, target: str) -> None: ...
+    def rename(self, source: str, target: str) -> None:
+        """Rename a folder in one step. FileExistsError when the target is a folder that is not empty."""
 
     def sync_folder(self, path: str) -> None: ...
 
@@ -204,7 +210,7 @@ def explained(operation: str, where: object) -> Iterator[None]:
     """Turn whatever a store raises into a StorageError that says what was tried where."""
     try:
         yield
-    except (FileNotFoundError, FileExistsError, StorageError):
+    except (FileNotFoundError, FileExistsError, SwapCkptError):
         raise
     # Each fsspec implementation raises exceptions of its own (botocore, aiohttp, paramiko, ...).
     except Exception as error:

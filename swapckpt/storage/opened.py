@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, listing
-from swapckpt.storage.commit import MANIFEST, SAVE_ID, asides, located
+from swapckpt.storage.commit import MANIFEST, SAVE_ID, asides, has_lost_metadata, located
 from swapckpt.storage.files import read_bytes
 from swapckpt.storage.manifest import Manifest, load_manifest
 from swapckpt.storage.metadata import ALLOWED, load_metadata
@@ -85,12 +85,18 @@ def open_checkpoint(
 
     Raises:
         CheckpointNotFoundError: It was never committed.
-        CorruptCheckpointError: Files are missing, of the wrong length, or contradict each other.
+        CorruptCheckpointError: Files are missing (its metadata, too, when it was committed by renaming its
+            folder), of the wrong length, or contradict each other.
         UnsafePickleError: Its metadata asks for code.
         StorageError: It has metadata for another number of ranks, or the store failed.
     """
     folder, metadata_name = located(files, name), METADATA
     if folder is None:
+        if has_lost_metadata(files, name):
+            raise CorruptCheckpointError(
+                f"{files.url}/{name} has lost its {METADATA}: its manifest, {MANIFEST}, shows that it was "
+                "committed. Its data is of no use without."
+            )
         folder, metadata_name = name, _rank_metadata(files, name)
     nbytes = {entry.name: entry.nbytes for entry in files.entries(folder)}
     data = read_bytes(files, f"{folder}/{metadata_name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import shutil
@@ -13,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swapckpt.errors import StorageError
-from swapckpt.storage.files import Entry, copy_bytes, explained, retried
+from swapckpt.errors import CorruptCheckpointError, StorageError
+from swapckpt.storage.files import Entry, copy_bytes, explained, read_bytes, retried
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,12 +91,19 @@ class PosixFiles:
         return self._root / path
 
     def make_folder(self, path: str) -> None:
-        with explained("making the folder", self._at(path)):
+        try:
             self._at(path).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _no_folder(self._at(path), error) from error
 
     def entries(self, path: str) -> list[Entry]:
-        with explained("listing", self._at(path)), os.scandir(self._at(path)) as found:
-            entries = [entry for item in found if (entry := _entry(item)) is not None]
+        try:
+            with explained("listing", self._at(path)), os.scandir(self._at(path)) as found:
+                entries = [entry for item in found if (entry := _entry(item)) is not None]
+        except StorageError as error:
+            if isinstance(error.__cause__, NotADirectoryError):
+                raise _no_folder(self._at(path), error.__cause__) from error.__cause__
+            raise
         return sorted(entries, key=lambda entry: entry.name)
 
     def create(self, path: str, *, nbytes: int) -> FileWriter:  # noqa: ARG002 - stores need the size
@@ -119,15 +127,21 @@ class PosixFiles:
             writer.abort()
             raise
 
-    def version(self, path: str) -> str | None:  # noqa: ARG002 - files have no versions
-        return None
+    def version(self, path: str) -> str | None:
+        # Of the content: not every file system keeps inodes, and times are as coarse as the kernel's clock.
+        return hashlib.blake2b(read_bytes(self, path), digest_size=16).hexdigest()
 
     def swap(self, path: str, data: bytes, *, version: str | None) -> None:  # noqa: ARG002
         raise StorageError(f"{self._at(path)}: checkpoints in a file system are replaced by renaming.")
 
     def rename(self, source: str, target: str) -> None:
         with explained("renaming to", self._at(target)):
-            self._at(source).rename(self._at(target))
+            try:
+                self._at(source).rename(self._at(target))
+            except OSError as error:
+                if error.errno == errno.ENOTEMPTY:  # EEXIST is a FileExistsError by itself
+                    raise FileExistsError(error.errno, error.strerror, str(self._at(target))) from error
+                raise
 
     def sync_folder(self, path: str) -> None:
         if not self.sync:
@@ -152,6 +166,19 @@ class PosixFiles:
         return []
 
     def abort_uploads(self, path: str) -> None: ...
+
+
+def _no_folder(path: Path, error: OSError) -> StorageError:
+    """The error about a folder that cannot be, which says what is in its way."""
+    files = [each for each in (path, *path.parents) if each.exists() and not each.is_dir()]
+    if files:
+        return StorageError(
+            f"{path} cannot be a folder: {files[0]} is a file ({error.strerror}). Name another folder."
+        )
+    return StorageError(
+        f"The folder {path} cannot be made ({type(error).__name__}: {error.strerror}). Name one below a "
+        "folder that this user may write in."
+    )
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
@@ -331,7 +358,9 @@ class PosixReader:
             count = os.preadv(descriptor, [view[done : done + CHUNK_NBYTES]], offset + done)
             if count == 0:
                 missing = len(view) - done
-                raise StorageError(f"{self._path} ends at byte {offset + done}, {missing} bytes too early.")
+                raise CorruptCheckpointError(
+                    f"{self._path} ends at byte {offset + done}, {missing} bytes too early."
+                )
             done += count
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from fsspec.spec import AbstractBufferedFile
 
-from swapckpt.errors import StorageError
+from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage.files import Entry, explained, is_transient, retried
 
 if TYPE_CHECKING:
@@ -324,7 +324,9 @@ class FsspecReader:
         data = retried(lambda: self._fs.cat_file(self._path, start=offset, end=end), transient=_is_transient)
         if len(data) != len(view):
             missing = len(view) - len(data)
-            raise StorageError(f"{self._name} ends at byte {offset + len(data)}, {missing} bytes too early.")
+            raise CorruptCheckpointError(
+                f"{self._name} ends at byte {offset + len(data)}, {missing} bytes too early."
+            )
         view[:] = data
 
     def close(self) -> None: ...

@@ -29,6 +29,7 @@ from swapckpt.errors import (
     TransferError,
     UnsafePickleError,
 )
+from swapckpt.storage.commit import aside
 from tests.checkpointer.jobs import (
     ASYNC,
     MODES,
@@ -208,7 +209,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     job = Job.build()
     with swapckpt.Checkpointer(tmp_path / "file" / "run", job.states, ASYNC) as checkpointer:
         handle = checkpointer.save(1)
-        with pytest.raises(StorageError, match="Not a directory"):
+        with pytest.raises(StorageError, match=r"file is a file \(Not a directory\)"):
             handle.result()
         job.step(1)  # nothing is leased any more
     assert not differing(job.contents(), history()[1])
@@ -421,6 +422,162 @@ def test_without_verification_a_flipped_bit_is_loaded(tmp_path: Path) -> None:
     assert differing(job.contents(), history()[1])
 
 
+# ------------------------------------------------------------------------------ damaged steps, reached again
+
+
+def lose_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def metadata_as_folder(folder: Path) -> None:
+    lose_metadata(folder)
+    (folder / ".metadata").mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, lose_metadata, metadata_as_folder])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_step_that_a_load_found_damaged_is_saved_again(
+    tmp_path: Path,
+    mode: swapckpt.CheckpointConfig,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved(tmp_path, 1, 2, 3)
+    damage(tmp_path / "step-3")
+    job = Job.build()
+    with swapckpt.Checkpointer(tmp_path, job.states, mode) as checkpointer:
+        with pytest.raises(CorruptCheckpointError, match=r"step-3.*(\n.*)*fallback=True.*step 2"):
+            checkpointer.load()
+        assert checkpointer.load(fallback=True) == 2
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.save(2).wait()  # a good one never
+        job.step(3)
+        checkpointer.save(3).wait()
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.save(3).wait()  # is good now
+    assert "Step 3 was found damaged when it was loaded: this save replaces it." in caplog.text
+    step, again = loaded(tmp_path)
+    assert step == 3
+    assert not differing(again.contents(), history()[3])
+
+
+def test_a_good_step_that_another_job_saved_in_place_of_a_damaged_one_is_not_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    flip(tmp_path / "step-2")
+    job = Job.build()
+    with swapckpt.Checkpointer(tmp_path, job.states, ASYNC) as checkpointer:
+        assert checkpointer.load(fallback=True) == 1
+        with swapckpt.Checkpointer(tmp_path, {"other": 7}, SYNC) as other:
+            other.save(2, overwrite=True)
+        with pytest.raises(CheckpointExistsError):
+            checkpointer.save(2).wait()
+
+
+def test_c15_two_jobs_that_save_one_step_do_not_both_commit_it(tmp_path: Path) -> None:
+    states = [{"who": who, "x": torch.full((100_000,), who)} for who in (0, 1)]
+    jobs = [swapckpt.Checkpointer(tmp_path, each, ASYNC) for each in states]
+    handles = [job.save(1) for job in jobs]
+    committed = []
+    for who, handle in enumerate(handles):
+        try:
+            handle.wait()
+        except CheckpointExistsError:
+            continue
+        committed.append(who)
+    assert len(committed) == 1
+    there: dict[str, Any] = {"who": -1, "x": torch.zeros(100_000, dtype=torch.int64)}
+    with swapckpt.Checkpointer(tmp_path, there, ASYNC) as checkpointer:
+        assert checkpointer.load() == 1
+    assert [there["who"]] == committed
+    assert torch.equal(there["x"], states[committed[0]]["x"])
+    for job in jobs:
+        job.close()
+
+
+# ------------------------------------------------------------------------------------------ lost metadata
+
+
+def test_c9_a_newer_step_without_its_metadata_is_never_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 1, 2, 3)
+    lose_metadata(tmp_path / "step-1")  # older than what is loaded: a removal that was cut short
+    lose_metadata(tmp_path / "step-3")
+    for asked in (None, 3):
+        with pytest.raises(
+            CorruptCheckpointError, match=r"step-3 has lost its \.metadata(.|\n)*fallback=True"
+        ):
+            loaded(tmp_path, step=asked)
+    assert loaded(tmp_path, step=2)[0] == 2
+    step, job = loaded(tmp_path, fallback=True)
+    assert step == 2
+    assert "Step 3 is damaged, step 2 is loaded" in caplog.text
+    assert not differing(job.contents(), history()[2])
+    lose_metadata(tmp_path / "step-2")
+    with pytest.raises(CorruptCheckpointError):
+        loaded(tmp_path, fallback=True)
+
+
+def test_a_newer_step_that_was_never_committed_is_passed_over(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "__0_0.distcp").write_bytes(b"as stock torch leaves it")
+    (tmp_path / "step-2").rename(tmp_path / aside("step-4", "a" * 32, kind="new"))
+    assert loaded(tmp_path)[0] == 1
+
+
+def test_a_data_file_that_is_cut_while_it_is_read_is_damage(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    cut: list[str] = []
+
+    def before(_: int, operation: str, path: str) -> None:
+        if operation == "open" and path.startswith("step-2/__") and not cut:
+            cut.append(path)
+            truncate(tmp_path / "step-2")
+
+    with hooked(before):
+        step, job = loaded(tmp_path, fallback=True)
+    assert cut
+    assert step == 1
+    assert not differing(job.contents(), history()[1])
+
+
+# ------------------------------------------------------------------------------------------ wrong folders
+
+
+def test_a_folder_that_is_a_checkpoint_is_refused_with_the_one_above(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with swapckpt.Checkpointer(tmp_path / "step-1", Job.build().states, ASYNC) as checkpointer:
+        with pytest.raises(ConfigError, match=rf"folder above it, '{tmp_path}', and load\(1\)"):
+            checkpointer.load()
+        with pytest.raises(ConfigError, match="is a checkpoint, not a folder of checkpoints"):
+            checkpointer.save(2).wait()
+    assert not (tmp_path / "step-1" / "step-2").exists()
+
+
+@pytest.mark.parametrize("folder", [5, None, "", b"runs"])
+def test_a_folder_that_is_no_path(folder: Any) -> None:
+    with pytest.raises(ConfigError, match=r"folder must be a path or URL, for example 'runs/a', got "):
+        swapckpt.Checkpointer(folder, {"n": 1})
+
+
+@pytest.mark.parametrize("below", ["", "run", "run/a"])
+def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / below
+    with swapckpt.Checkpointer(folder, {"n": 1}, ASYNC) as checkpointer:
+        for use in (checkpointer.load, lambda: checkpointer.save(1).wait()):
+            with pytest.raises(StorageError, match=rf"{folder} .*{tmp_path}/file is a file.*Name another"):
+                use()
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    with swapckpt.Checkpointer("/proc/nothing", {"n": 1}, ASYNC) as checkpointer:
+        assert checkpointer.load() is None
+        with pytest.raises(StorageError, match=r"/proc/nothing cannot be made.*user may write"):
+            checkpointer.save(1).wait()
+
+
 # ------------------------------------------------------------------------------- what does not fit: C10, C16
 
 
@@ -436,7 +593,9 @@ def test_c10_another_dtype_is_an_error_that_lists_all_unless_casts_are_allowed(t
     with swapckpt.Checkpointer(tmp_path, small) as checkpointer:
         with pytest.raises(SchemaError) as caught:
             checkpointer.load()
-        lines = str(caught.value).splitlines()[1:]
+        advice, *lines = str(caught.value).splitlines()
+        assert "allow_cast=True converts" in advice
+        assert "allow_partial" not in advice
         assert [line.split(":")[0] for line in lines] == [
             "  - data.big",
             "  - model.bias",
@@ -460,7 +619,9 @@ def test_c16_everything_that_does_not_fit_is_listed_sorted(tmp_path: Path, flat:
     with swapckpt.Checkpointer(tmp_path, states) as checkpointer:
         with pytest.raises(SchemaError) as caught:
             checkpointer.load()
-        lines = str(caught.value).splitlines()[1:]
+        advice, *lines = str(caught.value).splitlines()
+        assert "allow_partial=True leaves out" in advice
+        assert "allow_cast" not in advice
         assert lines == sorted(lines)
         found = {line.strip(" -").split(": ")[0]: line.split(": ")[1] for line in lines}
         assert found["model.extra.weight"] == "missing"

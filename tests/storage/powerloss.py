@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from swapckpt.errors import StorageError
+from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage.files import Entry
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class VolatileFiles:
         assert folder is other  # a change of one folder, so that it is lost or kept as a whole
         present = folder.live.get(new_name)
         if isinstance(present, Folder) and present.live:
-            raise StorageError(f"{target} is not empty")
+            raise FileExistsError(f"{target} is not empty")
         folder.apply({name: None, new_name: folder.live[name]})
 
     def sync_folder(self, path: str) -> None:
@@ -186,7 +186,7 @@ class _Reader:
 
     def read_into(self, offset: int, view: memoryview) -> None:
         if offset + len(view) > self.nbytes:
-            raise StorageError(f"{self._path} ends too early")
+            raise CorruptCheckpointError(f"{self._path} ends too early")
         view[:] = self._data[offset : offset + len(view)]
 
     def close(self) -> None: ...

@@ -70,7 +70,7 @@ def test_every_state_is_listed_with_its_reason(tmp_path: Path, files: PosixFiles
         ("step-2", "corrupt", f"{tmp_path}/step-2/ has damaged data files"[:30]),
         ("step-3", "complete", ""),
         ("step-4", "incomplete", "a save that did not finish"),
-        ("step-9", "incomplete", "a save that did not finish"),
+        ("step-9", "incomplete", "has no .metadata"),
         ("step-10", "complete", ""),
         ("last", "complete", ""),
     ]

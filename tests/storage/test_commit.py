@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -227,6 +228,77 @@ def test_of_two_jobs_on_s3_the_first_commit_wins(s3_bucket: str) -> None:
     assert first is None
     assert isinstance(second, StorageError)
     assert len(files.entries("step-1")) == 3
+
+
+@pytest.mark.parametrize("what", ["nothing", "a remainder", "a checkpoint"])
+def test_of_two_jobs_in_a_file_system_the_first_commit_wins(tmp_path: Path, what: str) -> None:
+    """Also where both replace the same, which only the first has seen."""
+    files = PosixFiles(tmp_path)
+    if what == "a checkpoint":
+        save(uniform(1.0), tmp_path / "step-1")
+    elif what == "a remainder":
+        files.make_folder("step-1")
+        files.put("step-1/__0_0.distcp", b"half")
+    first, second = both(files, overwrite=what == "a checkpoint")
+    assert first is None
+    assert isinstance(second, CheckpointExistsError)
+    assert "another job" in str(second)
+    assert [entry.name for entry in files.entries("")] == ["step-1"]
+    assert len(files.entries("step-1")) == 3
+
+
+def test_a_job_replaces_what_another_committed_before_it_began(tmp_path: Path) -> None:
+    save(uniform(1.0), tmp_path / "step-1", overwrite=True)
+    save(uniform(2.0), tmp_path / "step-1", overwrite=True)
+    assert value_of(tmp_path / "step-1") == 2.0
+
+
+@pytest.mark.parametrize("what", ["nothing", "a remainder", "a checkpoint"])
+def test_another_job_may_commit_at_any_call_of_a_commit(tmp_path: Path, what: str) -> None:
+    """Exactly one of the two believes that it did, and that one's values are there."""
+    outcomes, number, overwrite = set(), 0, what == "a checkpoint"
+    while True:
+        root = tmp_path / str(number)
+        files = PosixFiles(root)
+        if what == "a checkpoint":
+            save(uniform(1.0), root / "step-1")
+        elif what == "a remainder":
+            files.make_folder("step-1")
+            files.put("step-1/__0_0.distcp", b"half")
+        others: list[bool] = []
+
+        def before(
+            current: int,
+            _operation: str,
+            _path: str,
+            number: int = number,
+            root: Path = root,
+            others: list[bool] = others,
+        ) -> None:
+            if current == number:
+                others.append(False)
+                with suppress(CheckpointExistsError):
+                    save(uniform(2.0), root / "step-1", overwrite=overwrite)
+                    others[0] = True
+
+        hooked = HookedFiles(files, before)
+        try:
+            save(uniform(3.0), root / "step-1", files=hooked, overwrite=overwrite)
+        except CheckpointExistsError:
+            is_first = False
+        else:
+            is_first = True
+        if not others:
+            break
+        outcomes.add((is_first, others[0]))
+        assert value_of(root / "step-1") in ({3.0} if is_first else {2.0}) | ({2.0} if others[0] else set())
+        save(uniform(4.0), root / "step-1", overwrite=True)
+        prune(files, min_age_secs=-1, dry_run=False)
+        assert [entry.name for entry in files.entries("")] == ["step-1"]
+        number += 1
+    assert number > 10
+    # Another one that comes before the begin or after the commit is refused, unless it may overwrite.
+    assert outcomes == {(False, True), (True, overwrite)}
 
 
 def test_a_put_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from swapckpt.errors import StorageError
+from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage import posix
 from swapckpt.storage.files import Files, is_transient, open_files, read_bytes, retried, split_url
 from swapckpt.storage.posix import (
@@ -84,7 +84,7 @@ def test_what_is_written_is_listed_and_read_at_any_position(files: Files) -> Non
         view = memoryview(bytearray(end - start))
         reader.read_into(start, view)
         assert same(view, data[start:end])
-    with pytest.raises(StorageError, match=r"a/x ends at byte .* 1 bytes too early"):
+    with pytest.raises(CorruptCheckpointError, match=r"a/x ends at byte .* 1 bytes too early"):
         reader.read_into(len(data) - 3, memoryview(bytearray(4)))
     reader.close()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swapckpt.errors import StorageError
+from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage.files import read_bytes
 from swapckpt.testing.suites.run import BOUND_SECS, raises
 
@@ -35,7 +35,7 @@ class FilesSuite:
                 view = memoryview(bytearray(end - start))
                 reader.read_into(start, view)
                 assert view == data[start:end]
-            with raises(StorageError):
+            with raises(CorruptCheckpointError):
                 reader.read_into(len(data) - 3, memoryview(bytearray(4)))
 
     def test_files_larger_than_any_buffer_or_part(self, files_factory: Callable[[], Files]) -> None:
@@ -134,6 +134,24 @@ class FilesSuite:
         files.sync_folder("")
         assert [each.name for each in files.entries("")] == ["final"]
         assert read_bytes(files, "final/x") == b"1"
+
+    def test_a_folder_with_content_is_never_replaced_by_a_rename(
+        self, files_factory: Callable[[], Files]
+    ) -> None:
+        """Two jobs rename their attempts to one name: the second must fail."""
+        files = files_factory()
+        if not files.renames:
+            return
+        for folder in ("first", "second"):
+            files.make_folder(folder)
+            files.put(f"{folder}/x", folder.encode())
+        version = files.version("first/x")
+        files.rename("first", "final")
+        with raises(FileExistsError):
+            files.rename("second", "final")
+        assert read_bytes(files, "final/x") == b"first"
+        if version is not None:
+            assert files.version("final/x") == version != files.version("second/x")
 
     def test_an_aborted_file_was_never_there(self, files_factory: Callable[[], Files]) -> None:
         files = files_factory()
