@@ -91,6 +91,7 @@ class Loader:
             self._ranks.agree(what, error=error)
             planner = PartLoadPlanner(
                 {name: self._parts[name] for name in destinations},
+                names=self._parts.keys(),
                 allow_cast=allow_cast,
                 allow_partial=allow_partial,
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,8 +18,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from swapckpt._torch import local_of
+from swapckpt.checkpointer.trees import Path, Whole, has_tensors, leaves, packed, rebuilt
 from swapckpt.checkpointer.values import KEY, PerRank, rank_key
-from swapckpt.errors import ConfigError
+from swapckpt.errors import CheckpointError, ConfigError, SwapCkptError
 from swapckpt.fqn import named_parameters
 from swapckpt.manager import StateManager
 from swapckpt.planner import PartOfState
@@ -26,7 +28,7 @@ from swapckpt.snapshot import Snapshot, host_copy
 from swapckpt.storage.items import check_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -163,29 +165,75 @@ class ManagerPart(Part):
         self.manager.load_state_dict(cast("Tree", loaded), allow_missing=True)
 
 
-class StatefulPart(Part):
-    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, data loaders, progress."""
+class ContentPart(Part):
+    """Mappings of plain values and tensors. A load reads all that was saved, whatever is there now."""
 
     ranks_agree = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._paths: dict[str, Path] = {}
+        self._before: object = None
+
+    @abstractmethod
+    def content(self) -> object:
+        """The present content, with keys and types as its owner has them."""
+
+    @abstractmethod
+    def take(self, content: object, *, allow_partial: bool) -> None:
+        """Give its owner what was loaded."""
+
+    def live(self) -> object:
+        return packed(self.content())
+
+    def captured(self, staging: Staging) -> object:
+        del staging  # nobody says when it changes: it is copied at once
+        return packed(_copied(self.content(), host_copy, name=self.name))
+
+    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
+        del allow_partial
+        self._before = self.content()
+        live = {_key(path): (path, value) for path, value in leaves(packed(self._before), (self.name,))}
+        saved = {key: path for key, path in _paths(metadata).items() if self._is_mine(key)}
+        self._paths = {
+            **saved,
+            **{key: path for key, (path, value) in live.items() if _is_wanted(path, value, saved)},
+        }
+        entries = metadata.state_dict_metadata
+        read = {key: _place(live[key][1] if key in live else None, entries.get(key)) for key in self._paths}
+        if self.name in read:
+            return Whole(None) if read[self.name] is None else read[self.name]  # None says: nothing to read
+        return {key[len(self.name) + 1 :]: value for key, value in read.items()}
+
+    def _is_mine(self, key: str) -> bool:
+        return key == self.name or (key.startswith(f"{self.name}.") and self.is_read(key))
+
+    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+        values = (
+            {self.name: loaded}
+            if self.name in self._paths
+            else {f"{self.name}.{key}": value for key, value in cast("Tree", loaded).items()}
+        )
+        found = [(self._paths[key][1:], value) for key, value in values.items()]
+        before, self._before = self._before, None
+        self.take(rebuilt(found, before), allow_partial=allow_partial)
+
+
+class StatefulPart(ContentPart):
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, data loaders, progress."""
 
     def __init__(self, name: str, stateful: Stateful) -> None:
         super().__init__(name)
         self.stateful = stateful
 
-    def live(self) -> object:
-        return self.stateful.state_dict()
+    def content(self) -> object:
+        with _named(f"state_dict() of states[{self.name!r}]"):
+            return self.stateful.state_dict()
 
-    def captured(self, staging: Staging) -> object:
-        del staging  # nobody says when it changes: it is copied at once
-        return _copied(self.live(), host_copy, name=self.name)
-
-    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
+    def take(self, content: object, *, allow_partial: bool) -> None:
         del allow_partial
-        return _with_saved_keys(self.name, self.live(), metadata, is_read=self.is_read)
-
-    def restored(self, loaded: object, *, allow_partial: bool) -> None:
-        del allow_partial
-        self.stateful.load_state_dict(cast("Tree", loaded))
+        with _named(f"load_state_dict() of states[{self.name!r}]"):
+            self.stateful.load_state_dict(cast("Tree", content))
 
 
 class PerRankPart(StatefulPart):
@@ -214,35 +262,26 @@ class PerRankPart(StatefulPart):
         return key == self._mine or key.startswith(f"{self._mine}.")
 
 
-class ValuePart(Part):
+class ValuePart(ContentPart):
     """A plain value, or mappings of plain values and tensors. What is loaded is put back into the mapping of
     states, and into the value itself where that is a mapping."""
-
-    ranks_agree = True
 
     def __init__(self, name: str, states: Mapping[str, object]) -> None:
         super().__init__(name)
         self._states = states
 
-    def live(self) -> object:
+    def content(self) -> object:
         return self._states[self.name]
 
-    def captured(self, staging: Staging) -> object:
-        del staging
-        return _copied(self.live(), host_copy, name=self.name)
-
-    def destination(self, metadata: Metadata, *, allow_partial: bool) -> object:
-        del allow_partial
-        return _with_saved_keys(self.name, self.live(), metadata, is_read=self.is_read)
-
-    def restored(self, loaded: object, *, allow_partial: bool) -> None:
+    def take(self, content: object, *, allow_partial: bool) -> None:
         value = self._states[self.name]
-        if isinstance(value, MutableMapping) and isinstance(loaded, Mapping):
+        if isinstance(value, MutableMapping) and isinstance(content, Mapping):
             if not allow_partial:
                 value.clear()
-            value.update(loaded)
+            for key, each in list(content.items()):  # update() of a Counter adds
+                value[key] = each
         elif isinstance(self._states, MutableMapping):
-            self._states[self.name] = loaded
+            self._states[self.name] = content
 
 
 def part_for(name: str, states: Mapping[str, object]) -> Part:
@@ -283,51 +322,74 @@ def recovery_of(parts: Mapping[str, Part]) -> list[AbstractContextManager[None]]
     ]
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Says of code that is not ours which state it belongs to."""
+    try:
+        yield
+    except SwapCkptError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
 def _copied(value: object, copy_tensor: Callable[[Tensor], Tensor], *, name: str) -> object:
     """``value`` with nothing in it that training could change."""
     if isinstance(value, torch.Tensor):
         check_storage(local_of(value), name=name)
         return copy_tensor(value)
+    if not has_tensors(value):
+        with _named(f"copying {name!r} for the save"):
+            return copy.deepcopy(value)
     if isinstance(value, Mapping):
-        return {key: _copied(each, copy_tensor, name=f"{name}.{key}") for key, each in value.items()}
-    if type(value) is list:
-        return [_copied(each, copy_tensor, name=f"{name}.{at}") for at, each in enumerate(value)]
-    if type(value) is tuple:
-        return tuple(_copied(each, copy_tensor, name=f"{name}.{at}") for at, each in enumerate(value))
-    return copy.deepcopy(value)
+        copies = {key: _copied(each, copy_tensor, name=f"{name}.{key}") for key, each in value.items()}
+        return OrderedDict(copies) if type(value) is OrderedDict else copies
+    assert isinstance(value, list | tuple)  # nothing else is looked into for tensors
+    entries = [_copied(each, copy_tensor, name=f"{name}.{at}") for at, each in enumerate(value)]
+    if isinstance(value, list):
+        return entries
+    return value._make(entries) if hasattr(value, "_make") else tuple(entries)  # a named tuple
 
 
-def _with_saved_keys(
-    name: str, live: object, metadata: Metadata, *, is_read: Callable[[str], bool]
-) -> object:
-    """``live`` with everything added that the checkpoint has below ``name``: a Stateful decides by itself
-    what it does with keys it did not have before (a scheduler of another version, later counters)."""
-    if not isinstance(live, Mapping):
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _paths(metadata: Metadata) -> dict[str, Path]:
+    """The path of every key; by its dots where the checkpoint does not say."""
+    found = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    return {
+        key: path
+        if isinstance(path := found.get(key), tuple) and _key(path) == key
+        else tuple(key.split("."))
+        for key in metadata.state_dict_metadata
+    }
+
+
+def _is_wanted(path: Path, live: object, saved: Mapping[str, Path]) -> bool:
+    """True for what is there now and must be in the checkpoint too, or is missing from it.
+
+    A value that is no tensor takes whatever was saved at its place: a list of another length, a mapping with
+    other keys. What is empty was not saved at all by other versions and by stock torch.
+    """
+    key = _key(path)
+    if key in saved or live == Whole({}) or live == Whole([]):
+        return False
+    if not isinstance(live, torch.Tensor):
+        return not any(each.startswith(f"{key}.") or key.startswith(f"{each}.") for each in saved)
+    return not any(_is_behind(path[: at + 1], saved) for at in range(len(path)) if type(path[at]) is int)
+
+
+def _is_behind(place: Path, saved: Mapping[str, Path]) -> bool:
+    """True for a place in a list that was saved without it."""
+    lists = [path for path in saved.values() if path[: len(place) - 1] == place[:-1]]
+    return bool(lists) and all(path[: len(place)] != place for path in lists)
+
+
+def _place(live: object, entry: object) -> object:
+    """What an entry of the checkpoint is read into. What does not fit is left for the planner to find."""
+    if isinstance(live, torch.Tensor):
         return live
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    tree = _mappings_copied(live)
-    for key, entry in metadata.state_dict_metadata.items():
-        path = paths.get(key)
-        is_below = key.startswith(f"{name}.") and is_read(key)
-        if is_below and isinstance(path, tuple) and all(type(at) is str for at in path):
-            _add(tree, path[1:], entry)
-    return tree
-
-
-def _mappings_copied(value: Mapping[str, object]) -> Tree:
-    """The same tensors and values in mappings of their own, so that a load that fails changes none."""
-    return {key: _mappings_copied(each) if isinstance(each, Mapping) else each for key, each in value.items()}
-
-
-def _add(tree: Tree, path: tuple[str, ...], entry: object) -> None:
-    for at in path[:-1]:
-        below = tree.setdefault(at, {})
-        if not isinstance(below, dict):
-            return  # a value now, a mapping then: the planner says so
-        tree = below
-    if path[-1] in tree:
-        return
-    if isinstance(entry, TensorStorageMetadata):
-        tree[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-    else:
-        tree[path[-1]] = None
+    if live is None and isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    return live

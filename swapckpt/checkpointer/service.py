@@ -106,7 +106,7 @@ class Checkpointer:
         )
         self._staging = Staging(timeout_secs=self.config.timeout_secs)
         self._damage = Damage(self._files)
-        self._planner = RankSavePlanner(self._parts)
+        self._planner = RankSavePlanner(self._parts, allowed_globals=allowed_globals)
         self.runner = self._runner_for(self.config.async_mode)
         self._writer = SwapStorageWriter(
             files=self._files,

@@ -10,10 +10,14 @@ from __future__ import annotations
 import io
 import pathlib
 import zipfile
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from typing import TYPE_CHECKING, cast
+from uuid import UUID
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 
@@ -21,7 +25,7 @@ from swapckpt.errors import CorruptCheckpointError
 from swapckpt.storage.items import STORAGES, StorageRef, storage_ref
 from swapckpt.storage.metadata import ALLOWED as METADATA
 from swapckpt.storage.metadata import DTYPES
-from swapckpt.storage.safe_pickle import AllowList, Call, unpickle
+from swapckpt.storage.safe_pickle import AllowList, Call, maker, unpickle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,6 +163,49 @@ def _encode(*args: object) -> bytes:
     return cast("str", text).encode("latin1")
 
 
+def _bytearray(*args: object) -> bytearray:
+    """Protocol 2 writes text and an encoding, later ones bytes; a number would be a length."""
+    content = _encode(*args) if len(args) > 1 else (*args, b"")[0]
+    return bytearray(memoryview(cast("bytes", content)))
+
+
+_NUMBERS = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+NUMBERS: tuple[type, ...] = tuple(np.dtype(each).type for each in _NUMBERS)
+"""Scalars of NumPy that are saved."""
+NUMBER_DTYPES = frozenset(np.dtype(each).newbyteorder("<").str for each in _NUMBERS)
+"""What arrays may hold, in NumPy's spelling: nothing that refers to objects."""
+
+
+def _array(*args: object) -> object:
+    """An array of numbers over the bytes that come with it: the form that :mod:`encoding` writes."""
+    shape, dtype, buffer = cast("tuple[tuple[int, ...], str, bytearray]", args)
+    if type(dtype) is not str or dtype not in NUMBER_DTYPES or type(buffer) is not bytearray:
+        raise ValueError(f"an array of {dtype!r}")
+    return np.ndarray(shape, dtype, buffer)
+
+
+FACTORIES = (None, int, float, bool, str, list, dict, set)
+"""What a defaultdict may call."""
+
+
+def _defaultdict(*args: object) -> object:
+    named = {f"builtins.{made.__name__}": made for made in FACTORIES if made is not None}
+    factory = args[0] if args else None
+    if factory is not None and not isinstance(factory, _Factory):
+        raise TypeError("a defaultdict that calls something else")
+    return defaultdict(named[factory.name] if factory else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Factory:
+    """Stands for a builtin class that a defaultdict calls: nothing else in a pickle can do so."""
+
+    name: str
+
+    def __setstate__(self, state: object) -> None:
+        raise AttributeError(f"{self.name} cannot be set by a pickle.")
+
+
 _SHARED = ("torch.Size", "torch.serialization._get_layout")
 
 ALLOWED = AllowList(
@@ -174,6 +221,17 @@ ALLOWED = AllowList(
         **{f"builtins.{made.__name__}": Call(made) for made in (set, frozenset, complex, slice, range)},
         "builtins.xrange": Call(range),  # its name in protocol 2
         **{f"collections.{made.__name__}": made for made in (OrderedDict, deque)},
+        "collections.Counter": Call(Counter),
+        "collections.defaultdict": Call(_defaultdict),
+        **{
+            f"builtins.{made.__name__}": _Factory(f"builtins.{made.__name__}")
+            for made in (int, float, bool, str, list, dict)
+        },
+        "builtins.bytearray": Call(_bytearray),
+        "decimal.Decimal": Call(Decimal),
+        "uuid.UUID": maker(UUID),
+        "numpy.ndarray": Call(_array),
+        **{f"numpy.{made.__name__}": Call(made) for made in NUMBERS},
         **{f"datetime.{made.__name__}": Call(made) for made in (date, datetime, time, timedelta, timezone)},
         **{
             f"pathlib.{module}{kind}Path": Call(pathlib.Path)

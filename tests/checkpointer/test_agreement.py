@@ -142,7 +142,7 @@ def test_what_cannot_be_captured_is_raised_by_save_itself_on_every_rank(
     tmp_path: Path, run_ranks: RankRunner
 ) -> None:
     for text in run_ranks(2, capture_error_is_raised_by_save, tmp_path):
-        assert text.startswith("CheckpointError: TypeError")
+        assert text.startswith("CheckpointError: copying 'progress.open file' for the save failed: TypeError")
 
 
 # ------------------------------------------------------------------------------------------ different calls
