@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from swapckpt.checkpointer.parts import recovery_of
@@ -80,6 +81,8 @@ class Loader:
             allowed_globals=self._allowed_globals,
         )
         with ExitStack() as recoveries:
+            # State that is made in inference mode could not be stepped outside of it.
+            recoveries.enter_context(torch.inference_mode(mode=False))
             for recovery in recovery_of(self._parts):
                 recoveries.enter_context(recovery)
             destinations: dict[str, object] = {}

@@ -276,3 +276,27 @@ def test_a_state_that_only_the_checkpoint_has_does_not_fit(tmp_path: Path) -> No
     with pytest.raises(SchemaError, match=r"3 entries:\n  - other: unexpected\n  - r: unexp.*\n  - s: unexp"):
         through(tmp_path, saved, {"epoch": 0})
     assert through(tmp_path / "p", saved, {"epoch": 0}, allow_partial=True) == {"epoch": 1}
+
+
+# ------------------------------------------------------------------------------------------ inference mode
+
+
+def test_state_that_is_loaded_in_inference_mode_can_be_stepped(tmp_path: Path) -> None:
+    def build() -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, {"m": model, "o": swapckpt.StateManager(model, optimizer)}
+
+    def step(model: torch.nn.Module, optimizer: Any) -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    model, optimizer, states = build()
+    step(model, optimizer)
+    with swapckpt.Checkpointer(tmp_path, states, SYNC) as checkpointer:
+        checkpointer.save(1)
+    model, optimizer, states = build()
+    with torch.inference_mode(), swapckpt.Checkpointer(tmp_path, states, SYNC) as checkpointer:
+        checkpointer.load()
+    assert not any(value.is_inference() for value in optimizer.state[model.weight].values())
+    step(model, optimizer)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tests.multirank import RankRunner
 
 TEXTS = {
-    Kind.ENOSPC: "CheckpointError: OSError: [Errno 28] No space left on device",
-    Kind.EIO: "CheckpointError: OSError: [Errno 5] Input/output error",
+    Kind.ENOSPC: "OSError: [Errno 28] No space left on device",
+    Kind.EIO: "OSError: [Errno 5] Input/output error",
     Kind.HANG: "a rank is gone or does not answer in time",
     Kind.SIGKILL: "a rank is gone or does not answer in time",
 }
