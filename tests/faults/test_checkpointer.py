@@ -58,7 +58,7 @@ def text_of(cell: Cell) -> str:
     """Part of what both ranks raise."""
     if cell.kind is Kind.SHORT:
         return SHORT_TEXTS[cell.phase]
-    return TEXTS.get(cell.kind, f"CheckpointError: InjectedError: {cell}")
+    return TEXTS.get(cell.kind, f"InjectedError: {cell}")
 
 
 def after(cell: Cell) -> After:
