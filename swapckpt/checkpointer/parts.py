@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swapckpt.checkpointer.staging import Staging
+
+logger = logging.getLogger(__name__)
 
 Tree = dict[str, object]
 
@@ -145,9 +148,23 @@ class ManagerPart(Part):
         kinds = {str(path[1]) for key in saved if len(path := paths.get(key, ())) > 1}
         is_flat = bool(kinds) and kinds.isdisjoint({"state", "param_groups"})
         tree = self.manager.state_dict(flat=is_flat if kinds else None)
+        created = {key.rpartition(".")[0] for key in saved}
+        wanted = (
+            {self._owner(key) for key in tree if key.startswith("state.")}
+            if is_flat
+            else {f"{self.name}.state.{fqn}" for fqn, each in cast("Tree", tree["state"]).items() if each}
+        )
+        if lacking := sorted(wanted - created):
+            logger.warning(
+                "The checkpoint has no optimizer state of %d parameters (%s%s). It has none of those that "
+                "had no gradient yet when it was saved; these start without, and with allow_partial all stay "
+                "as they are.",
+                len(lacking),
+                ", ".join(lacking[:3]),
+                ", ..." if len(lacking) > 3 else "",
+            )
         if allow_partial:
             return tree
-        created = {key.rpartition(".")[0] for key in saved}
         if is_flat:
             read = {
                 key: tree[key] for key in tree if not key.startswith("state.") or self._owner(key) in created

@@ -278,6 +278,26 @@ def test_a_state_that_only_the_checkpoint_has_does_not_fit(tmp_path: Path) -> No
     assert through(tmp_path / "p", saved, {"epoch": 0}, allow_partial=True) == {"epoch": 1}
 
 
+# ---------------------------------------------------------------------------------- state that was not saved
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_parameters_without_saved_state_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, partial: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0](torch.ones(4)).sum().backward()
+    optimizer.step()
+    states: dict[str, Any] = {"o": swapckpt.StateManager(model, optimizer)}
+    saved = states["o"].state_dict()
+    state = {name: each for name, each in saved["state"].items() if name.startswith("0.")}
+    dcp.save({"o": {**saved, "state": state}}, checkpoint_id=tmp_path / "step-1")
+    with swapckpt.Checkpointer(tmp_path, states, SYNC) as checkpointer:
+        checkpointer.load(allow_partial=partial)
+    assert "no optimizer state of 2 parameters (o.state.1.bias, o.state.1.weight)" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------ inference mode
 
 
