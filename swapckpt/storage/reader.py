@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
-from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,7 +106,6 @@ class SwapStorageReader(StorageReader):
         self._given_files = files
         self._load_id = ""
         self._checkpoint: OpenCheckpoint | None = None
-        self._taking_items = Lock()
         self.reset()
 
     # ---------------------------------------------------------------------------- DCP's call sequence
@@ -236,10 +235,8 @@ class SwapStorageReader(StorageReader):
 
     def _read_window(self, source: FileReader, requests: Sequence[_Request]) -> None:
         window = _Window(source, requests[0].place.offset, max(map(_end, requests)))
-        # The time of small items goes into Python: threads that compete for the interpreter take longer.
-        with self._taking_items, collector_paused():
-            for request in requests:
-                self._read(window, request, request.box, request.target)
+        for request in requests:
+            self._read(window, request, request.box, request.target)
 
     def _parts(self, source: FileReader, request: _Request) -> Iterator[Callable[[], None]]:
         box, target = request.box, request.target
@@ -347,13 +344,26 @@ def _windows(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
         yield window
 
 
+class _Kept(threading.local):
+    """Memory for the windows of a thread, one after the other: new pages for each would take longer than what
+    is read into them."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, WINDOW_NBYTES + MEDIUM_NBYTES + 2 * WINDOW_ALIGNMENT))
+
+
+_kept = _Kept()
+
+
 class _Window:
-    """A part of a file, read at once; the same to those who read from it as the file."""
+    """A part of a file, read at once; the same to those who read from it as the file. One per thread."""
 
     def __init__(self, source: FileReader, start: int, end: int) -> None:
         self._start = start - start % WINDOW_ALIGNMENT
         self.nbytes = max(end, min(end + -end % WINDOW_ALIGNMENT, source.nbytes))
-        self._data = memoryview(mmap.mmap(-1, self.nbytes - self._start))
+        nbytes = self.nbytes - self._start
+        fits = nbytes <= len(_kept.memory)
+        self._data = _kept.memory[:nbytes] if fits else memoryview(mmap.mmap(-1, nbytes))
         source.read_into(self._start, self._data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -369,7 +379,7 @@ def _run(jobs: Sequence[Callable[[], None]], *, threads: int) -> None:
         for job in jobs:
             job()
         return
-    failed = Event()
+    failed = threading.Event()
 
     def guarded(job: Callable[[], None]) -> None:
         if not failed.is_set():
