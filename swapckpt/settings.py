@@ -58,11 +58,14 @@ def load_settings(path: str | os.PathLike[str]) -> Settings:
     swap = _table(tables, "optimizer", where)
     ours = {key: value for key, value in swap.items() if key.startswith("swap")}
     checkpoint = _table(tables, "checkpoint", where)
-    known = {ENABLED, *map(_swap_key, _fields(SwapConfig))}
+    known = {
+        "optimizer": {ENABLED, *map(_swap_key, _fields(SwapConfig))},
+        "checkpoint": set(_fields(CheckpointConfig)),
+    }
     unknown = [
-        *_misspelt(tables),
-        *_unknown("optimizer", ours, known),
-        *_unknown("checkpoint", checkpoint, _fields(CheckpointConfig)),
+        *_misspelt(tables, known),
+        *_unknown("optimizer", ours, known["optimizer"]),
+        *_unknown("checkpoint", checkpoint, known["checkpoint"]),
     ]
     if unknown:
         raise ConfigError(f"{where} has settings that do not exist:{listing(unknown)}")
@@ -93,26 +96,22 @@ def _fields(cls: type[SwapConfig | CheckpointConfig]) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def _misspelt(tables: Mapping[str, object]) -> list[str]:
+def _misspelt(tables: Mapping[str, object], known: Mapping[str, set[str]]) -> list[str]:
     """Tables whose name and keys are nearly and exactly what would be read: nothing of them would be."""
-    keys = {
-        "optimizer": [ENABLED, *map(_swap_key, _fields(SwapConfig))],
-        "checkpoint": _fields(CheckpointConfig),
-    }
     lines = []
     for name, table in tables.items():
-        near = difflib.get_close_matches(name, keys.keys() - tables.keys(), n=1, cutoff=0.8)
-        if near and isinstance(table, dict) and not table.keys().isdisjoint(keys[near[0]]):
+        near = difflib.get_close_matches(name, known.keys() - tables.keys(), n=1, cutoff=0.8)
+        if near and isinstance(table, dict) and not table.keys().isdisjoint(known[near[0]]):
             lines.append(f"[{name}], did you mean [{near[0]}]?")
     return lines
 
 
-def _unknown(table: str, found: Iterable[str], known: Iterable[str]) -> list[str]:
+def _unknown(table: str, found: Iterable[str], known: set[str]) -> list[str]:
     lines = []
     for key in found:
-        if key not in set(known):
+        if key not in known:
             full = _swap_key(key) if key == "swap_times" else f"{_PREFIX}{key.removeprefix('swap_')}"
-            near = [full] if full in set(known) else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            near = [full] if full in known else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f", did you mean {near[0]}?" if near else ""
             lines.append(f"[{table}] {key}{hint}")
     return lines

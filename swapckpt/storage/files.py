@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +157,18 @@ def read_bytes(files: Files, path: str) -> bytes:
     finally:
         reader.close()
     return bytes(data)
+
+
+class ThreadMemory(threading.local):
+    """Memory that each thread has one piece of, and uses again: new pages for every read would take longer
+    than what is read into them. It begins at a page, as direct I/O wants.
+
+    Args:
+        nbytes: Length of the piece.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.view = memoryview(mmap.mmap(-1, nbytes))
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

@@ -9,13 +9,12 @@ import mmap
 import os
 import shutil
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swapckpt.errors import CorruptCheckpointError, StorageError
-from swapckpt.storage.files import Entry, copy_bytes, explained, read_bytes, retried
+from swapckpt.storage.files import Entry, ThreadMemory, copy_bytes, explained, read_bytes, retried
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,14 +48,7 @@ def fits_direct(view: memoryview, offset: int) -> bool:
     return len(view) >= MIN_DIRECT_NBYTES and offset % ALIGNMENT == 0
 
 
-class _Bounce(threading.local):
-    """Memory of a reading thread that direct I/O can fill."""
-
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, BOUNCE_NBYTES))
-
-
-_bounce = _Bounce()
+_bounce = ThreadMemory(BOUNCE_NBYTES)  # for memory that direct I/O cannot fill
 
 
 class PosixFiles:
@@ -348,7 +340,7 @@ class PosixReader:
         """For memory that direct I/O cannot fill: still without a page of the cache for each page read."""
         for start in range(0, len(view), BOUNCE_NBYTES):
             part = view[start : start + BOUNCE_NBYTES]
-            bounce = _bounce.memory[: len(part)]
+            bounce = _bounce.view[: len(part)]
             self._read(descriptor, offset + start, bounce)
             copy_bytes(bounce, part)
 

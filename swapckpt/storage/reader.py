@@ -25,7 +25,7 @@ from torch.futures import Future
 from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError, SchemaError, listing
 from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.fetch import Box, SavedItem, fetch, whole_item
-from swapckpt.storage.files import copy_bytes, open_files, split_url
+from swapckpt.storage.files import ThreadMemory, copy_bytes, open_files, split_url
 from swapckpt.storage.metadata import ALLOWED as METADATA
 from swapckpt.storage.opened import open_checkpoint
 from swapckpt.storage.values import ALLOWED as VALUES
@@ -344,15 +344,7 @@ def _windows(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
         yield window
 
 
-class _Kept(threading.local):
-    """Memory for the windows of a thread, one after the other: new pages for each would take longer than what
-    is read into them."""
-
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, WINDOW_NBYTES + MEDIUM_NBYTES + 2 * WINDOW_ALIGNMENT))
-
-
-_kept = _Kept()
+_kept = ThreadMemory(WINDOW_NBYTES + MEDIUM_NBYTES + 2 * WINDOW_ALIGNMENT)  # for one window after the other
 
 
 class _Window:
@@ -362,8 +354,8 @@ class _Window:
         self._start = start - start % WINDOW_ALIGNMENT
         self.nbytes = max(end, min(end + -end % WINDOW_ALIGNMENT, source.nbytes))
         nbytes = self.nbytes - self._start
-        fits = nbytes <= len(_kept.memory)
-        self._data = _kept.memory[:nbytes] if fits else memoryview(mmap.mmap(-1, nbytes))
+        fits = nbytes <= len(_kept.view)
+        self._data = _kept.view[:nbytes] if fits else memoryview(mmap.mmap(-1, nbytes))
         source.read_into(self._start, self._data)
 
     def read_into(self, offset: int, view: memoryview) -> None:

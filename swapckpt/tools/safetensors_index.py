@@ -46,7 +46,9 @@ class IndexedContent:
         folder = where.removesuffix(name)
         with ExitStack() as stack:
             contents = {
-                file: stack.enter_context(closing(_opened(files, file, where=f"{folder}{file}")))
+                file: SafetensorsContent(
+                    stack.enter_context(closing(files.open(file))), where=f"{folder}{file}"
+                )
                 for file in _present(files, names, where=where)
             }
             absent = [
@@ -90,12 +92,3 @@ def _present(files: Files, names: Mapping[str, str], *, where: str) -> list[str]
     if missing:
         raise CheckpointNotFoundError(f"{where} names files that are not beside it:{listing(missing)}")
     return wanted
-
-
-def _opened(files: Files, name: str, *, where: str) -> SafetensorsContent:
-    source = files.open(name)
-    try:
-        return SafetensorsContent(source, where=where)
-    except BaseException:
-        source.close()
-        raise

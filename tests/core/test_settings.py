@@ -72,40 +72,49 @@ def test_every_field_has_a_name_in_the_file(file: Path) -> None:
             load_settings(file)
 
 
-def test_all_unknown_keys_are_listed_with_the_nearest_that_exists(file: Path) -> None:
-    file.write_text(
-        "[optimizer]\nswap_optimizr = true\nswap_optimizer_time = 3\nlearning_rat = 1.0\n"
-        "[checkpoint]\nkeep_lates = 3\nfolder_of_my_own_making = 'x'\n"
-    )
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            (
+                "[optimizer]\nswap_optimizr = true\nswap_optimizer_time = 3\nlearning_rat = 1.0\n"
+                "[checkpoint]\nkeep_lates = 3\nfolder_of_my_own_making = 'x'\n"
+            ),
+            [
+                "  - [checkpoint] folder_of_my_own_making",
+                "  - [checkpoint] keep_lates, did you mean keep_latest?",
+                "  - [optimizer] swap_optimizer_time, did you mean swap_optimizer_times?",
+                "  - [optimizer] swap_optimizr, did you mean swap_optimizer?",
+            ],
+        ),
+        (
+            "[optimizer]\nswap_times = 3\nswap_min_numel = 0\n",
+            [
+                "  - [optimizer] swap_min_numel, did you mean swap_optimizer_min_numel?",
+                "  - [optimizer] swap_times, did you mean swap_optimizer_times?",
+            ],
+        ),
+        (
+            "[optimiser]\nswap_optimizer = true\n[checkpnt]\nkeep_latest = 3\n",
+            [
+                "  - [checkpnt], did you mean [checkpoint]?",
+                "  - [optimiser], did you mean [optimizer]?",
+            ],
+        ),
+    ],
+    ids=["keys", "names of the class", "tables"],
+)
+def test_all_that_is_unknown_is_listed_with_the_nearest_that_exists(
+    file: Path, text: str, lines: list[str]
+) -> None:
+    file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_settings(file)
-    assert str(caught.value).splitlines()[1:] == [
-        "  - [checkpoint] folder_of_my_own_making",
-        "  - [checkpoint] keep_lates, did you mean keep_latest?",
-        "  - [optimizer] swap_optimizer_time, did you mean swap_optimizer_times?",
-        "  - [optimizer] swap_optimizr, did you mean swap_optimizer?",
-    ]
+    assert str(caught.value).splitlines()[1:] == lines
 
 
-def test_names_of_the_class_lead_to_those_of_the_file(file: Path) -> None:
-    file.write_text("[optimizer]\nswap_times = 3\nswap_min_numel = 0\n")
-    with pytest.raises(ConfigError) as caught:
-        load_settings(file)
-    assert str(caught.value).splitlines()[1:] == [
-        "  - [optimizer] swap_min_numel, did you mean swap_optimizer_min_numel?",
-        "  - [optimizer] swap_times, did you mean swap_optimizer_times?",
-    ]
-
-
-def test_a_misspelt_table_is_not_passed_over(file: Path) -> None:
-    file.write_text("[optimiser]\nswap_optimizer = true\n[checkpnt]\nkeep_latest = 3\n")
-    with pytest.raises(ConfigError) as caught:
-        load_settings(file)
-    assert str(caught.value).splitlines()[1:] == [
-        "  - [checkpnt], did you mean [checkpoint]?",
-        "  - [optimiser], did you mean [optimizer]?",
-    ]
-    file.write_text("[optimizers]\nlr = 0.1\n[checkpoints]\nfolder = 'x'\n")  # the trainer's own
+def test_tables_of_the_trainer_with_similar_names_are_its_own(file: Path) -> None:
+    file.write_text("[optimizers]\nlr = 0.1\n[checkpoints]\nfolder = 'x'\n")
     load_settings(file)
 
 

@@ -230,15 +230,20 @@ def test_of_two_jobs_on_s3_the_first_commit_wins(s3_bucket: str) -> None:
     assert len(files.entries("step-1")) == 3
 
 
+def put_in_place(what: str, root: Path) -> None:
+    """What a job finds under the name that it saves to."""
+    if what == "a checkpoint":
+        save(uniform(1.0), root / "step-1")
+    elif what == "a remainder":
+        (root / "step-1").mkdir(parents=True)
+        (root / "step-1/__0_0.distcp").write_bytes(b"half")
+
+
 @pytest.mark.parametrize("what", ["nothing", "a remainder", "a checkpoint"])
 def test_of_two_jobs_in_a_file_system_the_first_commit_wins(tmp_path: Path, what: str) -> None:
     """Also where both replace the same, which only the first has seen."""
     files = PosixFiles(tmp_path)
-    if what == "a checkpoint":
-        save(uniform(1.0), tmp_path / "step-1")
-    elif what == "a remainder":
-        files.make_folder("step-1")
-        files.put("step-1/__0_0.distcp", b"half")
+    put_in_place(what, tmp_path)
     first, second = both(files, overwrite=what == "a checkpoint")
     assert first is None
     assert isinstance(second, CheckpointExistsError)
@@ -260,11 +265,7 @@ def test_another_job_may_commit_at_any_call_of_a_commit(tmp_path: Path, what: st
     while True:
         root = tmp_path / str(number)
         files = PosixFiles(root)
-        if what == "a checkpoint":
-            save(uniform(1.0), root / "step-1")
-        elif what == "a remainder":
-            files.make_folder("step-1")
-            files.put("step-1/__0_0.distcp", b"half")
+        put_in_place(what, root)
         others: list[bool] = []
 
         def before(
