@@ -1,4 +1,5 @@
-"""Every benchmark runs at quick size, fits a terminal and says what it measured; no figure is asserted."""
+"""Every benchmark runs at quick size, fits a terminal and says what it measured. No figure is asserted, but
+that nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
 
 
 def test_there_are_benchmarks_and_they_are_listed() -> None:
@@ -47,7 +48,8 @@ def test_a_quick_run_prints_a_table_and_writes_its_ratios(name: str, tmp_path: P
     for label, ratio in content["ratios"].items():
         assert set(ratio) == {"value", "goal", "better"}, label
         assert math.isfinite(ratio["value"]), label
-        assert ratio["value"] > 0, label
-        assert ratio["goal"] > 0, label
+        counts_failures = label in {"losses", "wrong_loads"}
+        assert (ratio["value"] > 0) is not counts_failures, label
+        assert (ratio["goal"] > 0) is not counts_failures, label
         assert ratio["better"] in ("lower", "higher"), label
         assert label in printed
