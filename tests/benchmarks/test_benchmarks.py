@@ -20,7 +20,7 @@ NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=170).stdout
 
 
 def test_there_are_benchmarks_and_they_are_listed() -> None:
