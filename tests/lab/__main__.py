@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -9,13 +10,12 @@ import sys
 import time
 import traceback
 
-import torch  # noqa: F401 - imported once, before the forks
-import torch.distributed.checkpoint  # noqa: F401
-import torch.distributed.tensor  # noqa: F401
-
 from tests.lab.mutants import Mutant, MutantFinder, mutants
 
 CHILD_SECS = 60
+PRELOADED = ("pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor")
+"""Imported once, before the forks: they take longer than all that a child does. The first optimizer of a
+process imports ``torch._dynamo``."""
 
 
 def judge(mutant: Mutant | None) -> str:
@@ -54,6 +54,8 @@ def _run(mutant: Mutant | None, writer: int) -> None:
 
 def main(patterns: list[str]) -> None:
     """Judge the code itself first, then each mutant whose name contains one of ``patterns``."""
+    for name in PRELOADED:
+        importlib.import_module(name)
     for mutant in (None, *mutants()):
         name = mutant.name if mutant is not None else "the code as it is"
         if mutant is not None and patterns and not any(pattern in name for pattern in patterns):
