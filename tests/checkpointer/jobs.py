@@ -147,6 +147,16 @@ def loaded(
         return checkpointer.load(step, **options), job
 
 
+def saved(folder: str | os.PathLike[str], *steps: int, **options: Any) -> None:
+    """Checkpoints of the first steps of a job."""
+    job = Job.build(**options)
+    with swapckpt.Checkpointer(folder, job.states, SYNC) as checkpointer:
+        for step in range(1, max(steps) + 1):
+            job.step(step)
+            if step in steps:
+                checkpointer.save(step)
+
+
 # --------------------------------------------------------------------------------------------- disturbances
 
 
