@@ -47,13 +47,13 @@ class Sizes:
 
 
 def sizes(*, quick: bool) -> tuple[Sizes, Sizes]:
-    """Two GB, or 20 MB; and many small tensors."""
+    """Two GB, or 13 MB; and many small tensors."""
     row = 1024
-    large = [(row * count, row) for count in ((1, 2) if quick else (16, 16, 32, 8, 8, 32, 16, 16, 8, 8))]
-    small = ((row,),) * (200 if quick else 10_000)
-    repetitions = 2 if quick else 3
+    large = [(row * count, row) for count in ((1,) if quick else (16, 16, 32, 8, 8, 32, 16, 16, 8, 8))]
+    small = ((row,),) * (50 if quick else 10_000)
+    repetitions = 1 if quick else 3
     return (
-        Sizes("2 GB" if not quick else "38 MB", tuple(large), 0.05 if quick else 0.5, repetitions),
+        Sizes("2 GB" if not quick else "13 MB", tuple(large), 0.05 if quick else 0.5, repetitions),
         Sizes(f"{len(small):,} small", small, 0.05 if quick else 0.5, repetitions),
     )
 

@@ -28,7 +28,7 @@ from benchmarks._harness import Ratio, finish, parser, print_load, print_table
 from swapckpt import StateManager, SwapConfig
 
 WIDTH = 1000
-LAYERS, QUICK_LAYERS = 50, 25  # each has 8 MB of moments: 400 MB, 200 MB
+LAYERS, QUICK_LAYERS = 50, 8  # each has 8 MB of moments: 400 MB, 64 MB
 
 
 def fresh(layers: int) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -129,7 +129,8 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     print_load()
-    cases = {"small": many_small(), "llama": llama(vocabulary=4_000, layers=4) if options.quick else llama()}
+    quick = {"small": many_small(layers=4), "llama": llama(vocabulary=4_000, layers=2)}
+    cases = quick if options.quick else {"small": many_small(), "llama": llama()}
     ratios = {}
     for name, case in cases.items():
         timings = measure(case, repetitions=3 if options.quick else 15)

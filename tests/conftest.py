@@ -34,7 +34,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on ranks form one group: two at a time would be up to eight processes on two cores."""
+    """Tests on ranks form one group: two at a time would be up to eight processes on two cores.
+
+    Slow ones come first: one that starts last leaves the other worker without work.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if isinstance(item, pytest.Function) and "run_ranks" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("multirank"))

@@ -4,11 +4,12 @@
 process group, and returns their values in rank order. Inside, ``torch.distributed`` is ready to use.
 
 [Note: where ranks come from]
-A rank is forked from a *fork server*: a process that has imported torch, has run no operator and has one
-thread. Forking the test process itself would be as fast, but copies whatever earlier tests left there: an
-OpenMP pool whose threads do not exist in the child (the first parallel operator hangs), threads of a device,
-held locks. Spawning is safe too and costs seconds of ``import torch`` per rank and test. The price of the
-fork server: functions, arguments and values travel by pickle, so functions stand at the top of a module.
+A rank is forked from a *fork server*: a process that has imported torch and swapckpt, has run no operator and
+has one thread. Forking the test process itself would be as fast, but copies whatever earlier tests left
+there: an OpenMP pool whose threads do not exist in the child (the first parallel operator hangs), threads of
+a device, held locks. Spawning is safe too and costs seconds of ``import torch`` per rank and test. The price
+of the fork server: functions, arguments and values travel by pickle, so functions stand at the top of a
+module.
 
 [Note: how a run ends]
 A rank sends its value, meets the others in a barrier and only then destroys its group: without the barrier
@@ -54,6 +55,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "pytest",  # the main module of the test run, which every rank imports under another name
+        "swapckpt.checkpointer",
         "torch._dynamo",  # the first use of FSDP or of a DTensor imports it
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
