@@ -76,7 +76,7 @@ lab: $(READY) ## every mutant with its verdict, and long random runs (minutes)
 	SWAPCKPT_FUZZ=1700 $(BIN)/python -m pytest tests/storage/test_fuzz.py -q -o timeout=1800 $(ARGS)
 
 integration: $(READY) ## real processes: torchrun on gloo, the built wheel, torch_npu
-	@$(BIN)/python -m pytest integration $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup integration $(ARGS)
 
 npu: $(READY) ## the published torch_npu on a simulated Ascend runtime
 	@$(BIN)/python -m pytest integration/npu $(ARGS)

@@ -54,7 +54,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return torchrun("elastic.py", "--last", str(LAST), "--checkpoints", str(folder), ranks=2).splitlines()
 
 
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize(("rank", "leaves_attempt"), [(0, True), (1, False)], ids=["coordinator", "other"])
 def test_a_job_restarted_by_torchrun_goes_on_bit_for_bit(
     tmp_path: Path, undisturbed: list[str], rank: int, leaves_attempt: bool
