@@ -23,8 +23,6 @@ from benchmarks._harness import figure
 
 ROOT = Path(benchmarks.__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
-
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 TIMEOUT_SECS = 170.0
 
