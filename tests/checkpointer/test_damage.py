@@ -12,7 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import swapckpt
+from swapckpt.checkpointer.damage import Damage
 from swapckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsafePickleError
+from swapckpt.storage import open_files
 from swapckpt.storage.commit import aside
 from tests.checkpointer.damages import (
     data_file,
@@ -98,6 +100,17 @@ def test_a_step_that_a_load_found_damaged_is_saved_again(
     step, again = loaded(tmp_path)
     assert step == 3
     assert not differing(again.contents(), history()[3])
+
+
+def test_a_step_that_no_load_found_damaged_is_not_replaced(tmp_path: Path) -> None:
+    lost = tmp_path / "step-1"
+    lost.mkdir()
+    damage = Damage(open_files(tmp_path))
+    assert not damage.may_replace(1)
+    damage.found(1)
+    assert damage.may_replace(1)
+    damage.replaced(1)
+    assert not damage.may_replace(1)
 
 
 def test_a_good_step_that_another_job_saved_in_place_of_a_damaged_one_is_not_replaced(tmp_path: Path) -> None:

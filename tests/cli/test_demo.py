@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # seconds of a busy machine; 30 of an idle one
 @pytest.mark.xdist_group("multirank")
-@pytest.mark.parametrize("store", ["disk", "s3"])
+@pytest.mark.parametrize(("store", "ranks"), [("disk", 2), ("s3", 1)])
 def test_quick_demo_is_equal_to_the_last_bit_and_writes_its_files(
-    store: str, cli_process: Cli, tmp_path: Path
+    store: str, ranks: int, cli_process: Cli, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
     if store == "s3":
         pytest.importorskip("moto.server")
     out = tmp_path / "out"
-    result = cli_process("demo", "--quick", "--device", "cpu", "--store", store, "--out", str(out))
+    options = ["--device", "cpu", "--store", store, "--ranks", str(ranks), "--out", str(out)]
+    result = cli_process("demo", "--quick", *options)
     assert result.code == 0, result.stdout + result.stderr
     assert not [line for line in result.stdout.splitlines() if len(line) > 80 and str(out) not in line]
     assert "FAILED" not in result.stdout
