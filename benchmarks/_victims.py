@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PINNED = "async_with_pinned_mem"
 MODES = ("async", PINNED, "disabled")
-LIMIT_SECS = 60.0
-"""No wait of a save is longer."""
+LIMIT_SECS = 300.0
+"""No wait of a save is longer. On a machine that starves it a process may need minutes to start."""
 
 # Both import much, an optimizer the half of torch: once, before processes are forked from this one.
 torch.optim.AdamW([torch.empty(0)])
@@ -135,9 +135,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A save has failed with an error of ours."""
+    """A save has failed with this error of ours."""
 
     step: int
+    error: str
 
 
 Event = Begun | Saving | Saved | Failed
@@ -159,7 +160,7 @@ def live(parent: Connection, folder: Path, width: int, mode: str) -> None:
                 handle = checkpointer.save(step)
                 job.step()
                 handle.result()
-            except SwapCkptError:
-                parent.send(Failed(step))
+            except SwapCkptError as error:
+                parent.send(Failed(step, str(error)))
             else:
                 parent.send(Saved(step, time.perf_counter() - begin))

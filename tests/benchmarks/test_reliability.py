@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks import reliability
-from benchmarks._damage import flip_bit
+from benchmarks import _damage
+from benchmarks._damage import Damaged, flip_bit, load_damaged, save_ours
+from benchmarks._lives import Lives, Tally
 from benchmarks._victims import Job, Reference
-from benchmarks.reliability import Damaged, Lives, Tally, judge_load, load_damaged, save_ours
+from benchmarks.reliability import judge_load
 from swapckpt.storage import committed_steps, open_files
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def chance() -> random.Random:
 
 @pytest.fixture
 def data_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reliability, "FILES", reliability.FILES[:1])
+    monkeypatch.setattr(_damage, "FILES", _damage.FILES[:1])
 
 
 @pytest.mark.usefixtures("data_alone")
