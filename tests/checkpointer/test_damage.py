@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import swapckpt
 from swapckpt.checkpointer.damage import Damage
-from swapckpt.errors import CheckpointExistsError, CorruptCheckpointError, UnsafePickleError
+from swapckpt.errors import CheckpointExistsError, CorruptCheckpointError, StorageError, UnsafePickleError
 from swapckpt.storage import open_files
 from swapckpt.storage.commit import aside
 from tests.checkpointer.damages import (
@@ -27,6 +27,7 @@ from tests.checkpointer.damages import (
     truncate,
 )
 from tests.checkpointer.jobs import ASYNC, MODES, SYNC, Job, differing, history, hooked, loaded, saved
+from tests.storage.stores import HookedFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +112,20 @@ def test_a_step_that_no_load_found_damaged_is_not_replaced(tmp_path: Path) -> No
     assert damage.may_replace(1)
     damage.replaced(1)
     assert not damage.may_replace(1)
+
+
+@pytest.mark.parametrize("error", [StorageError("gone"), PermissionError("gone")], ids=["ours", "system's"])
+def test_a_load_says_what_it_found_though_the_store_fails_meanwhile(tmp_path: Path, error: Exception) -> None:
+    asked: list[str] = []
+
+    def fail(_number: int, operation: str, _path: str) -> None:
+        asked.append(operation)
+        raise error
+
+    damage = Damage(HookedFiles(open_files(tmp_path), fail))
+    damage.found(1)
+    assert asked
+    assert damage.may_replace(1)
 
 
 def test_a_good_step_that_another_job_saved_in_place_of_a_damaged_one_is_not_replaced(tmp_path: Path) -> None:
