@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from swapckpt import StrictLoadPlanner
 from swapckpt.device import CpuDevice
 from swapckpt.memory import HostArena
 from swapckpt.plan import TensorSpec, lay_out, partition
@@ -175,8 +176,8 @@ def sync_file(path: Path) -> None:
 
 
 def load_ours(state: State, folder: Path) -> None:
-    """By our reader, verified."""
-    dcp.load(state, storage_reader=SwapStorageReader(folder), no_dist=True)
+    """By our reader, verified, with our planner."""
+    dcp.load(state, storage_reader=SwapStorageReader(folder), planner=StrictLoadPlanner(), no_dist=True)
 
 
 def load_stock(state: State, folder: Path) -> None:

@@ -4,7 +4,7 @@ mirrors."""
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +32,17 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     """Where the local elements lie on the host; 0, which no mirror has, when they lie in no such memory."""
-    local = local_of(tensor)
+    # Run for each of tens of thousands of tensors while training waits: every call in here is felt.
+    local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
     return local.data_ptr() if local.is_cpu and local.layout is torch.strided else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Leased:
+    """A segment, and the addresses of the tensors in it that somebody is going to read."""
+
+    segment: HostSegment
+    unread: set[int]
 
 
 class Snapshot:
@@ -64,15 +73,15 @@ class Snapshot:
         copy_tensor: Callable[[Tensor], Tensor] = host_copy,
     ) -> None:
         self._copy_tensor = copy_tensor
-        self._segments: dict[int, HostSegment] = {}  # by the address of a mirror
-        self._unread: defaultdict[HostSegment, set[int]] = defaultdict(set)
+        self._leased: dict[int, _Leased] = {}  # by the address of a mirror
         guarded = []
         for swap in swaps:
             for batch in swap.table.batches:
                 guarded += [(swap.gate, segment) for segment in batch.segments]
+                leased = {segment: _Leased(segment, set()) for segment in batch.segments}
                 for tensor in batch.tensors:
                     if tensor.region.nbytes:  # an empty one lies nowhere
-                        self._segments[tensor.address] = tensor.segment
+                        self._leased[tensor.address] = leased[tensor.segment]
         self._lease = Lease(guarded)
         try:
             self.state_dict: dict[str, object] = {
@@ -86,10 +95,10 @@ class Snapshot:
         """``value`` with everything copied that is not under the lease."""
         if isinstance(value, torch.Tensor):
             address = _address(value)
-            segment = self._segments.get(address)
-            if segment is None:
+            leased = self._leased.get(address)
+            if leased is None:
                 return self._copy_tensor(value)
-            self._unread[segment].add(address)
+            leased.unread.add(address)
             return value
         if type(value) in _IMMUTABLE:
             return value
@@ -107,18 +116,17 @@ class Snapshot:
 
     def segment_of(self, tensor: Tensor) -> HostSegment | None:
         """The leased segment a tensor of ``state_dict`` lies in; None for one that was copied."""
-        return self._segments.get(_address(tensor))
+        leased = self._leased.get(_address(tensor))
+        return None if leased is None else leased.segment
 
     def written(self, tensor: Tensor) -> None:
         """Say that ``tensor`` has been read; its segment is released when all of its tensors have."""
         address = _address(tensor)
-        segment = self._segments.get(address)
-        if segment is None:
-            return
-        unread = self._unread[segment]
-        unread.discard(address)
-        if not unread:
-            self._lease.release(segment)
+        leased = self._leased.get(address)
+        if leased is not None:
+            leased.unread.discard(address)
+            if not leased.unread:
+                self._lease.release(leased.segment)
 
     def close(self) -> None:
         """Release whatever is still leased. Closing twice does nothing."""

@@ -392,8 +392,10 @@ class SwappedState(StateView):
     def values(self, param: Tensor) -> Values:
         """As the base class; small state that lives on the device is shown by its host shadow."""
         entry = self._table.entries[param]
-        self._follow(entry)
-        values = super().values(param)
+        live: Values = self.optimizer.state.get(param, {})
+        if self._is_changed(entry, live):
+            self._follow(entry, live)
+        values = live or super().values(param)
         if self._table.is_host:
             return values
         shadow, shown = self._table.batches[entry.batch].shadow, dict(values)
@@ -486,16 +488,21 @@ class SwappedState(StateView):
     def follow(self) -> None:
         """Take over what others put into ``optimizer.state`` in place of mirrors since the last step."""
         state = self.optimizer.state
-        changed = [entry for entry in self._table.entries.values() if self._is_changed(entry)]
+        absent: Values = {}
+        changed = [
+            entry
+            for entry in self._table.entries.values()
+            if self._is_changed(entry, state.get(entry.param, absent))
+        ]
         # By get: asking torch's state for what it does not have creates an empty entry.
         present = {e.param: values for e in changed if (values := state.get(e.param)) is not None}
         for param, values in _unentangled(present, self._homes()).items() if present else ():
             state[param].update(values)
         for entry in changed:
-            self._follow(entry)
+            self._follow(entry, state.get(entry.param, absent))
 
-    def _is_changed(self, entry: ParamState) -> bool:
-        values: Values = self.optimizer.state.get(entry.param, {})
+    @staticmethod
+    def _is_changed(entry: ParamState, values: Values) -> bool:
         for key, tensor in entry.tensors.items():  # no any(): it costs as much again, in every step
             if values.get(key) is not tensor.mirror or not tensor.is_intact:
                 return True
@@ -508,8 +515,7 @@ class SwappedState(StateView):
                 homes[tensor.host.data_ptr()] = (tensor.param, tensor.id.key, tensor.host.stride())
         return homes
 
-    def _follow(self, entry: ParamState) -> None:
-        values: Values = self.optimizer.state.get(entry.param, {})
+    def _follow(self, entry: ParamState, values: Values) -> None:
         for key, tensor in list(entry.tensors.items()):
             value = values.get(key)
             if not tensor.is_intact:

@@ -158,8 +158,7 @@ class Swap:
         if _same_params(groups, self._known_groups):
             return
         live = {param: index for index, params in enumerate(groups) for param in params}
-        for param, group in live.items():
-            self._name(optimizer, param, group)
+        self._name_all(optimizer)
         everything = list(live)
         if self._gathering is not None or self._submeshes is not None:
             self._is_joint = any(spec_of(param) is not None for param in everything)
@@ -172,21 +171,21 @@ class Swap:
         known = self.table.entries
         fresh = [param for param in live if param not in known]
         self.table.keep(live, optimizer.state)
-        self._add(optimizer, fresh, live)
+        self._add(fresh, live)
         self._subsets = self._group_subsets(optimizer)
         self._known_groups = [list(params) for params in groups]  # last: what failed is tried again
         kept = self.table.entries.keys() | set(everything)
         for param in [param for param in self.names if param not in kept]:
             del self.names[param]  # a name must not keep a parameter that is gone
 
-    def _add(self, optimizer: Optimizer, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
+    def _add(self, fresh: list[Tensor], groups: dict[Tensor, int]) -> None:
         items = [self._item(param) for param in fresh]
         if self._budget_nbytes == 0:
             max_batches = self.config.swap_times
         else:  # later additions: as many batches as keep them no larger than the first ones
             max_batches = max(1, -(-sum(item.nbytes for item in items) // self._budget_nbytes))
         cuts = cut_batches(items, max_batches, min_slice_numel=self.config.smallest_slice_numel)
-        named = [(self._name(optimizer, param, groups[param]), param, groups[param]) for param in fresh]
+        named = [(self.names[param][0], param, groups[param]) for param in fresh]
         for cut, batch in zip(cuts, self.table.add(named, [cut.items for cut in cuts]), strict=True):
             if cut.slices:
                 self._sliced[batch.index] = SlicedParam(self.table, batch, cut.slices, config=self.config)
@@ -233,15 +232,14 @@ class Swap:
         """Who gathers ``param`` for its update; None where nobody does."""
         return None if self._gathering is None else self._gathering.owner_of(param)
 
-    def _name(self, optimizer: Optimizer, param: Tensor, group: int) -> str:
-        if param in self.names:
-            return self.names[param][0]
-        fields = optimizer.param_groups[group]
-        position = next(index for index, other in enumerate(fields["params"]) if other is param)
-        named = fields.get("param_names")
-        name = str(named[position]) if named else f"group{group}.param{position}"
-        self.names[param] = (name,)
-        return name
+    def _name_all(self, optimizer: Optimizer) -> None:
+        """Give parameters a name that have none yet."""
+        for group, fields in enumerate(optimizer.param_groups):
+            named = fields.get("param_names")
+            for position, param in enumerate(fields["params"]):
+                if param not in self.names:
+                    name = str(named[position]) if named else f"group{group}.param{position}"
+                    self.names[param] = (name,)
 
     def _group_subsets(self, optimizer: Optimizer) -> list[list[tuple[int, list[Tensor]]]]:
         """Per batch the groups to narrow. Groups without parameters go along with the first batch."""

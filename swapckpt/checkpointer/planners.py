@@ -61,11 +61,8 @@ class RankSavePlanner(SwapSavePlanner):
         """
         self._encode()
         plan = super().create_local_plan()
-        digests = {
-            key: digest
-            for key, value in self.state_dict.items()
-            if self.mappings[key][0] in self._shared and (digest := _digest(value)) is not None
-        }
+        shared = [key for key, path in self.mappings.items() if path[0] in self._shared]
+        digests = {key: digest for key in shared if (digest := _digest(self.state_dict[key])) is not None}
         return replace(plan, storage_data=digests)
 
     def _encode(self) -> None:
@@ -83,6 +80,14 @@ class RankSavePlanner(SwapSavePlanner):
         if problems:
             kind = type(problems[0])
             raise kind("\n".join(map(str, problems))) from problems[0]
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What is written for an item."""
+        value = self.state_dict.get(write_item.index.fqn)
+        if type(value) is torch.Tensor:  # nearly all are
+            return value
+        resolved: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+        return resolved
 
     def transform_object(self, write_item: WriteItem, object: object) -> object:  # noqa: A002 - DCP's name
         """What is written for an item: bytes that were made with the plan, where they were."""

@@ -30,6 +30,7 @@ from swapckpt.checkpointer.planners import RankSavePlanner
 from swapckpt.checkpointer.ranks import Ranks
 from swapckpt.checkpointer.retention import retire
 from swapckpt.checkpointer.staging import Staging
+from swapckpt.collector import collector_paused
 from swapckpt.config import AsyncMode, CheckpointConfig, require_bool, require_instance, require_int
 from swapckpt.errors import (
     CheckpointNotFoundError,
@@ -42,7 +43,6 @@ from swapckpt.errors import (
 )
 from swapckpt.memory import shared_memory
 from swapckpt.storage import SwapStorageWriter, committed_steps, open_files, refuse_checkpoint
-from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.process import ProcessRunner
 
 if TYPE_CHECKING:

@@ -67,6 +67,9 @@ class Staging:
             ReleasedStorageError: There is no memory behind ``tensor``, which the message calls ``name``.
         """
         # Run for each of tens of thousands of tensors while training waits: every call in here is felt.
+        again = self._small.copy_again(tensor)
+        if again is not None:
+            return again
         local = local_of(tensor)
         if is_dense(local) and 0 < local.nbytes < SMALL_NBYTES and is_in_order(local):
             small = self._small.copy(local)
@@ -117,6 +120,28 @@ class Staging:
         return self._small.nbytes + sum(lane.nbytes for lane in self._lanes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """Where a small tensor lay, and the memory that its copy is made in."""
+
+    address: int
+    copy: Tensor
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """True for a plain host tensor in the same place, of the same form: what was true of it still is."""
+        copy = self.copy
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.data_ptr() == self.address
+            and tensor.is_cpu
+            and tensor.dtype is copy.dtype
+            and tensor.shape == copy.shape
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+        )
+
+
 class _SmallTensors:
     """Copies of small host tensors, made all at once: one call for each would take longer than the copy.
 
@@ -126,21 +151,30 @@ class _SmallTensors:
     def __init__(self, *, timeout_secs: float) -> None:
         self._device = device_for(torch.device("cpu"), timeout_secs=timeout_secs)
         self._arena = HostArena(self._device)
-        self._kept: list[Tensor] = []
+        self._kept: list[_Small] = []
         self._sources: list[Tensor] = []
+
+    def copy_again(self, tensor: Tensor) -> Tensor | None:
+        """The copy of what the last save copied in this turn; None when that was another tensor."""
+        index = len(self._sources)
+        if index >= len(self._kept) or not self._kept[index].is_of(tensor):
+            return None
+        self._sources.append(tensor)
+        return self._kept[index].copy
 
     def copy(self, local: Tensor) -> Tensor:
         index = len(self._sources)
         self._sources.append(local)
         if index < len(self._kept):
-            kept = self._kept[index]
+            kept = self._kept[index].copy
             if kept.shape == local.shape and kept.dtype is local.dtype:
+                self._kept[index] = _Small(local.data_ptr(), kept)
                 return kept
             del self._kept[index:]
         segment = self._arena.allocate(lay_out([local.nbytes]))
         (region,) = segment.layout.regions
         kept = segment.mirror(region, tensor_spec(local))
-        self._kept.append(kept)
+        self._kept.append(_Small(local.data_ptr(), kept))
         return kept
 
     def reset(self) -> None:
@@ -151,7 +185,7 @@ class _SmallTensors:
         del self._kept[len(sources) :]
         if sources:
             with torch.no_grad():
-                foreach_copy(self._kept, sources)
+                foreach_copy([kept.copy for kept in self._kept], sources)
 
     @property
     def nbytes(self) -> int:

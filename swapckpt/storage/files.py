@@ -171,6 +171,13 @@ class ThreadMemory(threading.local):
         self.view = memoryview(mmap.mmap(-1, nbytes))
 
 
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view lie in memory; 0 for an empty one."""
+    import numpy as np
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
+
+
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy while other threads run, which a slice assignment of memoryviews does not let them."""
     import numpy as np

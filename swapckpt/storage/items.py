@@ -53,26 +53,21 @@ class Skeleton:
 
     Attributes:
         header: What stands before the bytes.
-        footer: What stands behind them, with zeros for their checksum.
+        footer: What stands behind them, in pieces, between which their CRC-32 stands.
         payload_nbytes: Number of bytes in between.
-        checksums_at: Where their CRC-32 stands in the footer; empty for a tensor without elements.
         header_crc: CRC-32 of the header.
         nbytes: Length of the whole item.
     """
 
     header: bytes
-    footer: bytes
+    footer: tuple[bytes, ...]
     payload_nbytes: int
-    checksums_at: tuple[int, ...]
     header_crc: int
     nbytes: int
 
     def footer_with(self, checksum: int) -> bytes:
         """The footer for bytes of this CRC-32."""
-        footer = bytearray(self.footer)
-        for at in self.checksums_at:
-            footer[at : at + 4] = checksum.to_bytes(4, "little")
-        return bytes(footer)
+        return checksum.to_bytes(4, "little").join(self.footer)
 
 
 class _Sink:
@@ -110,7 +105,7 @@ def skeleton(dtype: torch.dtype, shape: tuple[int, ...]) -> Skeleton | None:
     split = len(sink.parts) if sink.payload_before is None else sink.payload_before
     header, footer = b"".join(sink.parts[:split]), b"".join(sink.parts[split:])
     if not tensor.numel():
-        return Skeleton(header, b"", 0, (), crc32(header), len(header))
+        return Skeleton(header, (), 0, crc32(header), len(header))
     parsed = parse_header(header, origin="a new item")
     name_at = footer.find(b"archive/data/0")
     entry = footer[name_at - 46 :]
@@ -123,7 +118,9 @@ def skeleton(dtype: torch.dtype, shape: tuple[int, ...]) -> Skeleton | None:
     ):
         return None
     nbytes = len(header) + tensor.nbytes + len(footer)
-    return Skeleton(header, footer, tensor.nbytes, (4, name_at - 46 + 16), crc32(header), nbytes)
+    entry_at = name_at - 46 + 16
+    pieces = (footer[:4], footer[8:entry_at], footer[entry_at + 4 :])
+    return Skeleton(header, pieces, tensor.nbytes, crc32(header), nbytes)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -135,13 +132,15 @@ def is_dense(tensor: Tensor) -> bool:
 def is_in_order(tensor: Tensor) -> bool:
     """True when the memory of a dense tensor holds its elements as they are saved: on the host, row by row,
     and all of them there."""
-    return (
-        tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and tensor.untyped_storage().nbytes() >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize
+    return is_row_by_row(tensor) and (
+        tensor.untyped_storage().nbytes() >= tensor.nbytes + tensor.storage_offset() * tensor.itemsize
     )
+
+
+def is_row_by_row(tensor: Tensor) -> bool:
+    """True when a dense tensor on the host has its elements in the order in which they are saved. Whether
+    there is memory behind it is another question."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def check_storage(tensor: Tensor, *, name: str) -> None:
@@ -166,7 +165,7 @@ def payload(tensor: Tensor, *, name: str) -> Iterator[memoryview]:
     """
     tensor = tensor.detach()
     check_storage(tensor, name=name)
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if is_row_by_row(tensor):
         yield bytes_of(tensor)
         return
     for slab in slabs(tensor):

@@ -89,9 +89,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Items whose memory may change: number of the file, and of the item in it."""
+    """Items whose memory may change: number of the file, of the first in it, and of the first behind them."""
 
-    items: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,14 @@ class ItemSums:
     envelope: int
     blocks: tuple[int, ...]
 
+    def describes(self, payload: memoryview) -> bool:
+        """True when these are the bytes that were saved."""
+        step = block_nbytes(self.payload_nbytes)
+        return len(payload) == self.payload_nbytes and all(
+            crc32(payload[at : at + step]) == block
+            for at, block in zip(range(0, self.payload_nbytes, step), self.blocks, strict=True)
+        )
+
     def to_row(self) -> str:
         """This item in JSON."""
         blocks = "".join([f"{block:08x}" for block in self.blocks])
@@ -148,20 +156,16 @@ class FileEntry:
     nbytes: int
     rows: Mapping[int, Sequence[object]]
 
-    def item(self, start: int, *, origin: str) -> ItemSums | None:
+    def item(self, start: int) -> ItemSums | None:
         """The item at ``start``, None where there is none. Rows are looked at when they are needed.
 
-        Raises:
-            CorruptCheckpointError: The row says what no writer says.
+        Raises ValueError or TypeError for a row that says what no writer says.
         """
         if start not in self.rows:
             return None
-        try:
-            item = ItemSums.from_row(self.rows[start])
-        except (TypeError, ValueError) as error:
-            raise CorruptCheckpointError(f"{origin}: the manifest's row is damaged: {error}.") from error
+        item = ItemSums.from_row(self.rows[start])
         if item.start + item.nbytes > self.nbytes:
-            raise CorruptCheckpointError(f"{origin}: the manifest has it end behind the end of its file.")
+            raise ValueError("it ends behind the end of its file")
         return item
 
 

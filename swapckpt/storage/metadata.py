@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from swapckpt._torch import MemoryFormatEncoding, StorageInfo
+from swapckpt.collector import collector_paused
 from swapckpt.errors import CorruptCheckpointError
-from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.safe_pickle import AllowList, Call, maker, unpickle
 
 if TYPE_CHECKING:
@@ -117,26 +117,37 @@ def _checked(metadata: object) -> Metadata:
 
 
 def _check_tensors(tensors: Mapping[str, object]) -> None:
+    # Tens of thousands of tensors have a few geometries between them: each is looked at once.
+    fitting: set[tuple[torch.Size, ...]] = set()
     _require(tensors, dict)
     for fqn, entry in tensors.items():
         _require(fqn, str)
-        if type(entry) is TensorStorageMetadata:
-            _require(entry.properties, TensorProperties)
-            _require(entry.properties.dtype, torch.dtype)
-            _require(entry.chunks, list)
-            _check_sizes(entry.size)
-            for chunk in entry.chunks:
-                _require(chunk, ChunkStorageMetadata)
-                _check_chunk(chunk, entry.size, fqn=fqn)
-        else:
+        if type(entry) is not TensorStorageMetadata:
             _require(entry, BytesStorageMetadata)
+            continue
+        _require(entry.properties, TensorProperties)
+        _require(entry.properties.dtype, torch.dtype)
+        _require(entry.size, torch.Size)
+        _require(entry.chunks, list)
+        for chunk in entry.chunks or [_whole(entry.size)]:
+            _require(chunk, ChunkStorageMetadata)
+            geometry = (chunk.offsets, chunk.sizes, entry.size)
+            # The types by themselves: a tuple is equal to the torch.Size that readers rely on.
+            for sizes in geometry:
+                _require(sizes, torch.Size)
+            if geometry not in fitting:
+                _check_chunk(*geometry, fqn=fqn)
+                fitting.add(geometry)
 
 
-def _check_chunk(chunk: ChunkStorageMetadata, size: torch.Size, *, fqn: str) -> None:
-    _check_sizes(chunk.offsets)
-    _check_sizes(chunk.sizes)
-    box = zip(chunk.offsets, chunk.sizes, size, strict=True)
-    if any(offset + length > whole for offset, length, whole in box):
+def _whole(size: torch.Size) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+
+
+def _check_chunk(offsets: torch.Size, sizes: torch.Size, size: torch.Size, *, fqn: str) -> None:
+    for each in (offsets, sizes, size):
+        _check_sizes(each)
+    if any(offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)):
         raise ValueError(f"a chunk of {fqn!r} reaches beyond the tensor's size {tuple(size)}")
 
 
@@ -147,18 +158,26 @@ def _check_sizes(sizes: torch.Size) -> None:
 
 
 def _check_places(places: Mapping[MetadataIndex, StorageInfo]) -> None:
+    offsets: set[torch.Size] = set()  # each is looked at once, as each name of a file
+    names: set[str] = set()
     _require(places, dict)
     for index, place in places.items():
         _require(index, MetadataIndex)
         _require(index.fqn, str)
         if index.offset is not None:
-            _check_sizes(index.offset)
+            _require(index.offset, torch.Size)
+            if index.offset not in offsets:
+                _check_sizes(index.offset)
+                offsets.add(index.offset)
         _require(place, StorageInfo)
         for value in (place.offset, place.length):
             _require(value, int)
             if value < 0:
                 raise ValueError(f"{index.fqn!r} lies at a negative offset or length")
-        check_name(place.relative_path)
+        _require(place.relative_path, str)
+        if place.relative_path not in names:
+            check_name(place.relative_path)
+            names.add(place.relative_path)
 
 
 def check_name(name: str) -> None:

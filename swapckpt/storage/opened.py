@@ -56,18 +56,25 @@ class OpenCheckpoint:
         at = "" if index.offset is None else f" at {tuple(index.offset)}"
         return f"{self.where(place.relative_path)}, item {index.fqn!r}{at}"
 
-    def sums(self, place: StorageInfo, *, origin: str) -> ItemSums | None:
-        """Checksums of the item at ``place``; None in a checkpoint of stock torch.
+    def sums(self, index: MetadataIndex, place: StorageInfo) -> ItemSums | None:
+        """Checksums of an item; None in a checkpoint of stock torch.
 
         Raises:
-            CorruptCheckpointError: The manifest places it differently.
+            CorruptCheckpointError: The manifest places it differently, or says of it what no writer says.
         """
         if self.manifest is None:
             return None
         entry = self.manifest.files.get(place.relative_path)
-        sums = None if entry is None else entry.item(place.offset, origin=origin)
+        try:
+            sums = None if entry is None else entry.item(place.offset)
+        except (TypeError, ValueError) as error:
+            raise CorruptCheckpointError(
+                f"{self.where_item(index, place)}: the manifest's row is damaged: {error}."
+            ) from error
         if sums is None or sums.nbytes != place.length:
-            raise CorruptCheckpointError(f"{origin}: metadata and manifest place it differently.")
+            raise CorruptCheckpointError(
+                f"{self.where_item(index, place)}: metadata and manifest place it differently."
+            )
         return sums
 
 

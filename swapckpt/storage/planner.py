@@ -8,7 +8,6 @@ placements), not a hash of it nor, as in stock torch, the class of the planner: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,15 +16,21 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from swapckpt._torch import spec_of
+from swapckpt.collector import collector_paused
 from swapckpt.errors import PlanError
-from swapckpt.storage.collector import collector_paused
+from swapckpt.flatten import Flattener
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-_Path: TypeAlias = "tuple[str | int, ...]"
+    from swapckpt._torch import DTensorSpec
+
+_Kind: TypeAlias = (
+    "tuple[str, torch.dtype | None, torch.Size | None, torch.layout | None, DTensorSpec | None]"
+)
+"""Name and geometry of what is saved; of what is no tensor, the name."""
 
 
 class SwapSavePlanner(DefaultSavePlanner):
@@ -40,8 +45,9 @@ class SwapSavePlanner(DefaultSavePlanner):
         super().__init__(
             flatten_state_dict=flatten_state_dict, dedup_save_to_lowest_rank=dedup_save_to_lowest_rank
         )
-        self._structure: list[Hashable] | None = None  # of the kept plan
-        self._next_structure: list[Hashable] | None = None  # of a plan that is not agreed on yet
+        self._flattener = Flattener()
+        self._structure: list[_Kind] | None = None  # of the kept plan
+        self._next_structure: list[_Kind] | None = None  # of a plan that is not agreed on yet
         self._final_plan: SavePlan | None = None
         self._local_plans: list[SavePlan] = []  # of all ranks; the coordinator's
         self._global: tuple[list[SavePlan], Metadata] | None = None
@@ -54,11 +60,11 @@ class SwapSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Flatten the state dict. (all ranks)"""
         with collector_paused():
-            flattened = _flattened(state_dict) if self.flatten_state_dict else None
-            if flattened is None:
+            flat = self._flattener.flattened(state_dict) if self.flatten_state_dict else None
+            if flat is None:
                 super().set_up_planner(state_dict, storage_meta, is_coordinator)
             else:
-                self.state_dict, self.mappings = flattened
+                self.state_dict, self.mappings = flat
                 self.is_coordinator = is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> object:
@@ -69,12 +75,11 @@ class SwapSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """This rank's plan, empty when it is that of the last save. (all ranks)"""
         with collector_paused():
-            structure = _structure_of(self.state_dict)
             if self._next_structure is not None:  # the last save failed: the coordinator may have its plan
                 self._structure = None
-            if structure is not None and structure == self._structure:
+            if self._structure is not None and _is_like(self._structure, self.state_dict):
                 return SavePlan([], usable=False)
-            self._next_structure = structure
+            self._next_structure = _structure_of(self.state_dict)
             return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -110,56 +115,35 @@ class SwapSavePlanner(DefaultSavePlanner):
         return self.plan
 
 
-def _flattened(state_dict: Mapping[str, object]) -> tuple[dict[str, object], dict[str, _Path]] | None:
-    """``state_dict`` by FQN, and the path of each, as stock torch has it. None where two have one FQN or
-    something has shards of its own: stock torch knows what becomes of these."""
-    flat: dict[str, object] = {}
-    paths: dict[str, _Path] = {}
-
-    def visit(entries: Iterable[tuple[str | int, object]], prefix: _Path, name: str) -> bool:
-        for key, value in entries:
-            path, fqn = (*prefix, key), f"{name}{key}"
-            if type(value) is not torch.Tensor:  # nearly all are
-                within = _entries(value)
-                if within is not None:
-                    if not visit(within, path, f"{fqn}."):
-                        return False
-                    continue
-                if hasattr(value, "local_shards"):
-                    return False
-            if fqn in flat:
-                return False
-            flat[fqn] = value
-            paths[fqn] = path
-        return True
-
-    return (flat, paths) if visit(_entries(state_dict) or (), (), "") else None
-
-
-def _entries(value: object) -> Iterable[tuple[str | int, object]] | None:
-    """What is saved one by one of a mapping or list; None for what is saved as it is."""
-    if isinstance(value, Mapping):
-        return ((str(key), each) for key, each in value.items())
-    if isinstance(value, list) and any(map(_is_taken_apart, value)):
-        return enumerate(value)
-    return None
-
-
-def _is_taken_apart(value: object) -> bool:
-    """True for what makes stock torch save the entries of a list that it is in one by one."""
-    if isinstance(value, torch.Tensor | Mapping):
-        return True
-    return isinstance(value, list) and any(map(_is_taken_apart, value))
-
-
-def _structure_of(state_dict: dict[str, object]) -> list[Hashable] | None:
+def _structure_of(state_dict: dict[str, object]) -> list[_Kind] | None:
     """All that a plan depends on; None when something has parts that this module does not know of."""
-    structure: list[Hashable] = []
+    structure: list[_Kind] = []
     for fqn, value in state_dict.items():
-        if not isinstance(value, torch.Tensor):
-            structure.append(fqn)
-            if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
-                return None
-        else:
+        if isinstance(value, torch.Tensor):
             structure.append((fqn, value.dtype, value.shape, value.layout, spec_of(value)))
+        elif _has_parts(value):
+            return None
+        else:
+            structure.append((fqn, None, None, None, None))
     return structure
+
+
+def _has_parts(value: object) -> bool:
+    return hasattr(value, "__create_write_items__") or hasattr(value, "local_shards")
+
+
+def _is_like(structure: list[_Kind], state_dict: dict[str, object]) -> bool:
+    """True when ``structure`` is that of ``state_dict``: compared without making another one, which takes
+    longer."""
+    if len(structure) != len(state_dict):
+        return False
+    for (known, dtype, shape, layout, spec), (fqn, value) in zip(structure, state_dict.items(), strict=True):
+        if fqn != known:
+            return False
+        if isinstance(value, torch.Tensor):
+            same = value.dtype is dtype and value.shape == shape and value.layout is layout
+            if not same or spec_of(value) != spec:
+                return False
+        elif dtype is not None or _has_parts(value):
+            return False
+    return True

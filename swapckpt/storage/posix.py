@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swapckpt.errors import CorruptCheckpointError, StorageError
-from swapckpt.storage.files import Entry, ThreadMemory, copy_bytes, explained, read_bytes, retried
+from swapckpt.storage.files import Entry, ThreadMemory, address_of, copy_bytes, explained, read_bytes, retried
+from swapckpt.storage.residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,13 +34,6 @@ MIN_DIRECT_NBYTES = 64 << 10
 
 _NOTHING = memoryview(b"")
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
-
-
-def address_of(view: memoryview) -> int:
-    """Where the bytes of a view lie in memory; 0 for an empty one."""
-    import numpy as np
-
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
 
 
 def fits_direct(view: memoryview, offset: int) -> bool:
@@ -294,7 +288,8 @@ def _behind(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 class PosixReader:
-    """A file. Aligned memory is filled by direct I/O where the offset allows it."""
+    """A file. What the page cache has comes from there; the rest goes into aligned memory by direct I/O
+    where the offset allows it."""
 
     def __init__(self, path: Path, *, direct: bool, drop_page_cache: bool) -> None:
         self._path = path
@@ -308,6 +303,7 @@ class PosixReader:
             else:
                 os.close(descriptor)
         self._nbytes = os.fstat(self._descriptor).st_size
+        self._residency = Residency(self._descriptor, self._nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -316,7 +312,7 @@ class PosixReader:
     def read_into(self, offset: int, view: memoryview) -> None:
         with explained("reading", self._path):
             body = 0
-            if self._direct_descriptor >= 0 and fits_direct(view, offset):
+            if self._is_direct(offset, view):
                 body = self._read_direct(offset, view[: len(view) - len(view) % ALIGNMENT])
             rest = len(view) - body
             if rest > ALIGNMENT:
@@ -324,6 +320,14 @@ class PosixReader:
                 # the part of a tensor that is wanted.
                 os.posix_fadvise(self._descriptor, offset + body, rest, os.POSIX_FADV_WILLNEED)
             retried(lambda: self._read(self._descriptor, offset + body, view[body:]))
+
+    def _is_direct(self, offset: int, view: memoryview) -> bool:
+        """Direct I/O goes to the device, for what the page cache has too."""
+        return (
+            self._direct_descriptor >= 0
+            and fits_direct(view, offset)
+            and not self._residency.has(offset, len(view))
+        )
 
     def _read_direct(self, offset: int, view: memoryview) -> int:
         """Bytes read; 0 when the file system refuses this one, which is then read through the cache."""
@@ -356,6 +360,7 @@ class PosixReader:
             done += count
 
     def close(self) -> None:
+        self._residency.close()
         if self._drop:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         for descriptor in (self._descriptor, self._direct_descriptor):

@@ -25,10 +25,10 @@ import fsspec.config
 import numpy as np
 import torch
 
+from swapckpt.collector import collector_paused
 from swapckpt.errors import ConfigError, StorageError
-from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.datafile import saved_tensor
-from swapckpt.storage.items import bytes_of, check_storage, is_dense, is_in_order, span
+from swapckpt.storage.items import bytes_of, check_storage, is_dense, is_row_by_row, span
 from swapckpt.storage.jobs import Done, Failed, Job, Mapped, Ready, Settings, Sources, Unmapped, Written
 from swapckpt.storage.posix import PosixFiles
 
@@ -151,10 +151,12 @@ class ProcessRunner:
             if isinstance(answer, Failed):
                 raise answer.error
             assert isinstance(answer, Written)
-            for file, at in answer.items:
-                tensor = data[file][at]
-                if on_written is not None and isinstance(tensor, torch.Tensor):
-                    on_written(tensor)
+            if on_written is None:
+                continue
+            for file, first, stop in answer.runs:
+                for tensor in data[file][first:stop]:
+                    if isinstance(tensor, torch.Tensor):
+                        on_written(tensor)
 
     @property
     def pid(self) -> int:
@@ -307,23 +309,39 @@ class _FileData:
         self.tensors: dict[int, Tensor] = {}  # others than those that are carried
         addresses, lengths = [], []
         for at, (each, item) in enumerate(zip(data, planned, strict=True)):
-            address = nbytes = 0
-            if isinstance(each, io.BytesIO):
-                self.carried[at] = each.getvalue()
+            # Run for each of tens of thousands of tensors in the trainer: every call in here is felt.
+            if (
+                type(each) is torch.Tensor
+                and item.frame is not None
+                and each.dtype is item.dtype
+                and each.shape == item.shape
+                and each.layout is torch.strided
+                and is_row_by_row(each)
+            ):
+                self.tensors[at] = each
+                address, nbytes = each.data_ptr(), item.frame.payload_nbytes
             else:
-                item.check(each)
-                if item.frame is None or not is_dense(each):
-                    self.carried[at] = bytes(saved_tensor(each))
-                else:
-                    self.tensors[at] = each
-                    if is_in_order(each):
-                        address, nbytes = each.data_ptr(), item.frame.payload_nbytes
-                    else:
-                        address, nbytes = self._scattered(at, each, name=item.item.index.fqn)
+                address, nbytes = self._other(at, each, item)
             addresses.append(address)
             lengths.append(nbytes)
+        self._planned = planned
         self.addresses = np.array(addresses, dtype=np.int64)
         self._ends = self.addresses + np.array(lengths, dtype=np.int64)
+
+    def _other(self, at: int, each: Tensor | io.BytesIO, item: PlannedItem) -> tuple[int, int]:
+        """Where the memory of an item is that does not lie row by row on the host, and its length; zeros for
+        one that lies nowhere or comes along."""
+        if isinstance(each, io.BytesIO):
+            self.carried[at] = each.getvalue()
+            return 0, 0
+        item.check(each)
+        if item.frame is None or not is_dense(each):
+            self.carried[at] = bytes(saved_tensor(each))
+            return 0, 0
+        self.tensors[at] = each
+        if is_row_by_row(each):
+            return each.data_ptr(), item.frame.payload_nbytes
+        return self._scattered(at, each, name=item.item.index.fqn)
 
     def _scattered(self, at: int, tensor: Tensor, *, name: str) -> tuple[int, int]:
         check_storage(tensor, name=name)
@@ -342,8 +360,15 @@ class _FileData:
         return np.where((found >= 0) & (self._ends <= ends[found]), found, -1)
 
     def strays(self, where: npt.NDArray[np.int64]) -> list[int]:
-        """Items that lie in no range and do not come along."""
-        return [at for at in np.flatnonzero(where < 0).tolist() if at in self.tensors]
+        """Items that lie in no range and do not come along.
+
+        Raises:
+            ReleasedStorageError: There is no memory behind one. (In a range there is.)
+        """
+        found = [at for at in np.flatnonzero(where < 0).tolist() if at in self.tensors]
+        for at in found:
+            check_storage(self.tensors[at], name=self._planned[at].item.index.fqn)
+        return found
 
     def moved(self, at: int, address: int) -> None:
         """An item has been copied to ``address``, row by row."""

@@ -111,7 +111,7 @@ def _check_item(
 ) -> None:
     name = checkpoint.where_item(index, place)
     item = SavedItem(source, place.offset, place.length, torch.uint8, (), None, name)
-    sums = checkpoint.sums(place, origin=name)
+    sums = checkpoint.sums(index, place)
     if sums is None:
         check_stock_item(item)
         return

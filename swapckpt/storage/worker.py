@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from swapckpt.storage.datafile import PlannedItem
     from swapckpt.storage.files import Files
 
-_SMALL_AT_ONCE = 256
+_SMALL_AT_ONCE = 1024
 
 
 class _Worker:
@@ -108,9 +108,9 @@ class _Worker:
             except OSError:  # the trainer is gone: what is being written belongs to nobody
                 os._exit(1)
 
-    def report(self, items: Sequence[tuple[int, int]]) -> None:
-        """Say that items are written."""
-        self._send(Written(tuple(items)))
+    def report(self, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Say that runs of items are written."""
+        self._send(Written(tuple(runs)))
 
 
 class _Tally:
@@ -120,20 +120,25 @@ class _Tally:
         self._worker = worker
         self._plan = plan
         self._lock = threading.Lock()
-        self._items: list[tuple[int, int]] = []
+        self._runs: list[tuple[int, int, int]] = []
+        self._count = 0
 
     def add(self, file: int, at: int) -> None:
         with self._lock:
-            self._items.append((file, at))
-            is_due = self._plan[file][at].nbytes >= SMALL_NBYTES or len(self._items) >= _SMALL_AT_ONCE
+            first = at
+            if self._runs and self._runs[-1][0] == file and self._runs[-1][2] == at:
+                _, first, _ = self._runs.pop()
+            self._runs.append((file, first, at + 1))
+            self._count += 1
+            is_due = self._plan[file][at].nbytes >= SMALL_NBYTES or self._count >= _SMALL_AT_ONCE
         if is_due:
             self.flush()
 
     def flush(self) -> None:
         with self._lock:
-            items, self._items = self._items, []
-        if items:
-            self._worker.report(items)
+            runs, self._runs, self._count = self._runs, [], 0
+        if runs:
+            self._worker.report(runs)
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from swapckpt._torch import StorageInfo
+from swapckpt.collector import collector_paused
 from swapckpt.errors import CheckpointNotFoundError, PlanError, StorageError
 from swapckpt.storage import commit
-from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.datafile import PlannedItem, divided
 from swapckpt.storage.files import open_files, split_url
 from swapckpt.storage.metadata import VERSION, dump_metadata

@@ -71,7 +71,7 @@ class DcpContent:
         name = self._checkpoint.where_item(index, place)
         if place.transform_descriptors:
             raise SchemaError(f"{name} went through stream extensions: only stock torch with these reads it.")
-        sums = self._checkpoint.sums(place, origin=name)
+        sums = self._checkpoint.sums(index, place)
         source = self._reader(place.relative_path)
         return SavedItem(source, place.offset, place.length, dtype, shape, sums, name)
 

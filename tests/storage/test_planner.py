@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from swapckpt.collector import collector_paused
 from swapckpt.errors import CheckpointExistsError, PlanError, StorageError
 from swapckpt.storage import writer
-from swapckpt.storage.collector import collector_paused
 from swapckpt.storage.metadata import dump_metadata
 from swapckpt.storage.planner import SwapSavePlanner
 from swapckpt.storage.posix import PosixFiles

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from swapckpt.storage import posix
-from swapckpt.storage.files import read_bytes
-from swapckpt.storage.posix import ALIGNMENT, MIN_DIRECT_NBYTES, PosixFiles, address_of
+from swapckpt.storage.files import address_of, read_bytes
+from swapckpt.storage.posix import ALIGNMENT, MIN_DIRECT_NBYTES, PosixFiles
 from tests.storage.pieces import aligned, read_into, same, write
 
 
