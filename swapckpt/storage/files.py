@@ -15,6 +15,7 @@ import errno
 import logging
 import mmap
 import os
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,16 +160,24 @@ def read_bytes(files: Files, path: str) -> bytes:
     return bytes(data)
 
 
+def private_memory(nbytes: int) -> memoryview:
+    """Memory that begins at a page, as direct I/O wants, and is of this process alone: what ``mmap`` makes by
+    default is shared with forked children, who would read into the same bytes."""
+    if sys.platform == "win32":
+        return memoryview(mmap.mmap(-1, nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 class ThreadMemory(threading.local):
     """Memory that each thread has one piece of, and uses again: new pages for every read would take longer
-    than what is read into them. It begins at a page, as direct I/O wants.
+    than what is read into them.
 
     Args:
         nbytes: Length of the piece.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.view = memoryview(mmap.mmap(-1, nbytes))
+        self.view = private_memory(nbytes)
 
 
 def address_of(view: memoryview) -> int:

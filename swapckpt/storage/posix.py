@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import mmap
 import os
 import shutil
 import sys
@@ -14,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swapckpt.errors import CorruptCheckpointError, StorageError
-from swapckpt.storage.files import Entry, ThreadMemory, address_of, copy_bytes, explained, read_bytes, retried
+from swapckpt.storage.files import (
+    Entry,
+    ThreadMemory,
+    address_of,
+    copy_bytes,
+    explained,
+    private_memory,
+    read_bytes,
+    retried,
+)
 from swapckpt.storage.residency import Residency
 
 if TYPE_CHECKING:
@@ -187,7 +195,7 @@ class PosixWriter:
         self._memory = MEMORY_ALIGNMENT  # or more, once the device has asked for it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor, self._direct = _open_direct(path, flags, wanted=direct)
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER_NBYTES))
+        self._buffer = private_memory(BUFFER_NBYTES)
 
     @property
     def position(self) -> int:

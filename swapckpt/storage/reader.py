@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import os
 import threading
 import uuid
@@ -26,7 +25,7 @@ from torch.futures import Future
 from swapckpt.collector import collector_paused
 from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError, SchemaError, listing
 from swapckpt.storage.fetch import Box, SavedItem, fetch, whole_item
-from swapckpt.storage.files import ThreadMemory, address_of, copy_bytes, open_files, split_url
+from swapckpt.storage.files import ThreadMemory, address_of, copy_bytes, open_files, private_memory, split_url
 from swapckpt.storage.items import is_in_order
 from swapckpt.storage.metadata import ALLOWED as METADATA
 from swapckpt.storage.opened import open_checkpoint
@@ -381,7 +380,7 @@ class _Window:
         self.nbytes = max(end, min(end + -end % WINDOW_ALIGNMENT, source.nbytes))
         nbytes = self.nbytes - self._start
         fits = nbytes <= len(_kept.view)
-        self._data = _kept.view[:nbytes] if fits else memoryview(mmap.mmap(-1, nbytes))
+        self._data = _kept.view[:nbytes] if fits else private_memory(nbytes)
         self.address = address_of(self._data) - self._start  # of what would be the first byte of the file
         source.read_into(self._start, self._data)
 

@@ -23,8 +23,8 @@ from swapckpt.errors import (
     StorageError,
     SwapCkptError,
 )
+from tests.checkpointer.damages import flip, lose_metadata, lose_metadata_bytes, truncate
 from tests.checkpointer.jobs import ASYNC, SYNC, Job, differing, hooked
-from tests.checkpointer.test_failures import flip, lose_metadata, lose_metadata_bytes, truncate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -553,6 +554,26 @@ def test_one_reader_loads_one_checkpoint_after_the_other(tmp_path: Path) -> None
         assert target["w"].tolist() == [step] * 3
     with pytest.raises(PlanError, match="without read_metadata"):
         SwapStorageReader(tmp_path / "step-1").read_data(None, None)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_reads_into_memory_of_its_own(tmp_path: Path) -> None:
+    numbers = {name: torch.full((100,), value) for name, value in (("ours", 1.0), ("theirs", 2.0))}
+    for name, tensor in numbers.items():
+        stock_save({"w": tensor}, tmp_path / name)
+    load({"w": torch.zeros(100)}, tmp_path / "ours")  # what it is read through is made, and kept
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        while True:
+            load({"w": torch.zeros(100)}, tmp_path / "theirs")
+    try:
+        for _ in range(200):
+            # Not verified: the checksum would find it out.
+            found = load({"w": torch.zeros(100)}, tmp_path / "ours", verify=False)
+            assert equal(found["w"], numbers["ours"])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 # -------------------------------------------------------------------------------------- metadata of ranks
