@@ -5,8 +5,8 @@ shortest so far, so that all files advance together and memory that the caller n
 first.
 
 [Note: small items] Of an item of a few kilobytes the time goes into Python, not into the device. Such items
-are put together in memory, frame and elements, and handed over many at a time. They get no threads of their
-own, which would only take turns.
+are put together in memory, frame and elements, and handed over many at a time, to a thread that waits for
+the device meanwhile. More files for them would only take turns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import io
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from torch import Tensor
     from torch.distributed.checkpoint.planner import WriteItem
@@ -42,6 +44,8 @@ SMALL_NBYTES = 64 << 10
 FILE_ALIGNMENT, ITEM_ALIGNMENT = 4096, 64
 CHUNK_NBYTES = 16 << 20
 GATHERED_NBYTES = 1 << 20
+MAX_GIVEN = 16
+"""Pieces of gathered bytes that wait for the device, at most."""
 BYTE_ITEM_NBYTES = 2048  # a guess, to divide items before their size is known
 
 _PADDING = bytes(FILE_ALIGNMENT)
@@ -171,7 +175,7 @@ class WriteJob:
                 places = tuple([self._add(writing, number, at, item) for at, item in enumerate(items)])
                 writing.close()
             except BaseException:
-                writing.out.abort()
+                writing.abort()
                 raise
         except BaseException:
             self._failed.set()
@@ -199,8 +203,10 @@ class _Writing:
         self.position = 0
         self.rows: list[str] = []
         self._job = job
-        self._gathered: list[bytes] = []  # what follows what ``out`` has
+        self._gathered: list[bytes] = []  # what follows what ``out`` has and will be given
         self._gathered_nbytes = 0
+        self._pool: ThreadPoolExecutor | None = None  # gives it to ``out``, in order
+        self._given: deque[Future[None]] = deque()
 
     def add(self, planned: PlannedItem, data: Tensor | io.BytesIO) -> tuple[int, int]:
         """Write an item. Returns its start and length."""
@@ -216,7 +222,18 @@ class _Writing:
 
     def close(self) -> None:
         self._flush()
+        self._settle()
+        self._end()
         self.out.close()
+
+    def abort(self) -> None:
+        """Remove the file, when nothing is on its way to it any more."""
+        self._end()
+        self.out.abort()
+
+    def _end(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def _small(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
         # Run for each of tens of thousands of tensors: every call in here is felt.
@@ -269,6 +286,7 @@ class _Writing:
     def _through(self, view: memoryview, sums: BlockSums) -> None:
         """Bytes that are handed on as they are, with their checksums."""
         self._flush()
+        self._settle()
         for at in range(0, len(view), CHUNK_NBYTES):
             self._job.check()
             chunk = view[at : at + CHUNK_NBYTES]
@@ -288,14 +306,29 @@ class _Writing:
         self.position += nbytes
         self._gathered_nbytes += nbytes
         if self._gathered_nbytes >= GATHERED_NBYTES:
-            self._flush()
+            self._flush(meanwhile=True)
 
-    def _flush(self) -> None:
-        if self._gathered:
-            self._job.check()
-            self.out.append(memoryview(b"".join(self._gathered)))
-            self._gathered.clear()
-            self._gathered_nbytes = 0
+    def _flush(self, *, meanwhile: bool = False) -> None:
+        """Give what was gathered to ``out``; ``meanwhile`` while this thread goes on."""
+        if not self._gathered:
+            return
+        self._job.check()
+        data = memoryview(b"".join(self._gathered))
+        self._gathered.clear()
+        self._gathered_nbytes = 0
+        if meanwhile:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="swapckpt-append")
+            self._settle(left=MAX_GIVEN - 1)
+            self._given.append(self._pool.submit(self.out.append, data))
+        else:
+            self._settle()
+            self.out.append(data)
+
+    def _settle(self, *, left: int = 0) -> None:
+        """Wait until at most ``left`` pieces are on their way. Raises what went wrong with one."""
+        while len(self._given) > left:
+            self._given.popleft().result()
 
 
 def saved_tensor(tensor: Tensor) -> memoryview:

@@ -72,8 +72,8 @@ class FileWriter(Protocol):
     def abort(self) -> None: ...
 
 
-class FileReader(Protocol):
-    """One file, read at any position by any number of threads at once. 1. ``read_into``, 2. ``close``."""
+class ByteSource(Protocol):
+    """Bytes at any position, for any number of threads at once. 1. ``read_into``, 2. ``close``."""
 
     @property
     def nbytes(self) -> int: ...
@@ -86,6 +86,13 @@ class FileReader(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class FileReader(ByteSource, Protocol):
+    """One file."""
+
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        """True when the host has these bytes in memory: many short reads of them take no longer than one."""
 
 
 class Files(Protocol):

@@ -329,12 +329,15 @@ class PosixReader:
                 os.posix_fadvise(self._descriptor, offset + body, rest, os.POSIX_FADV_WILLNEED)
             retried(lambda: self._read(self._descriptor, offset + body, view[body:]))
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        return self._residency.has(offset, nbytes)
+
     def _is_direct(self, offset: int, view: memoryview) -> bool:
         """Direct I/O goes to the device, for what the page cache has too."""
         return (
             self._direct_descriptor >= 0
             and fits_direct(view, offset)
-            and not self._residency.has(offset, len(view))
+            and not self.is_cached(offset, len(view))
         )
 
     def _read_direct(self, offset: int, view: memoryview) -> int:

@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from swapckpt._torch import StorageInfo
-    from swapckpt.storage.files import FileReader, Files
+    from swapckpt.storage.files import ByteSource, FileReader, Files
     from swapckpt.storage.opened import OpenCheckpoint
 
 DEFAULT_THREADS = 4
 SMALL_NBYTES = 64 << 10
 """Items up to this size are read together with their neighbours, whatever part of them is wanted."""
 MEDIUM_NBYTES = 2 << 20
-"""Items up to this size as well, when all of them is wanted: a copy takes less than a read of its own."""
+"""Items up to this size as well, when all of them is wanted and comes from a device: a copy takes less than a
+read of its own."""
 WINDOW_NBYTES = 4 << 20
 WINDOW_ALIGNMENT = 4096  # of the ends of a window, for direct I/O
 PART_NBYTES = 64 << 20
@@ -214,7 +215,7 @@ class SwapStorageReader(StorageReader):
                 f"them:{listing(incomplete)}"
             )
 
-    def _saved(self, request: _Request, source: FileReader) -> SavedItem:
+    def _saved(self, request: _Request, source: ByteSource) -> SavedItem:
         assert self._checkpoint is not None
         return SavedItem(
             source,
@@ -228,7 +229,7 @@ class SwapStorageReader(StorageReader):
 
     def _jobs(self, source: FileReader, wanted: Sequence[_Request]) -> Iterator[Callable[[], None]]:
         """What threads do for one file: windows of small items, and parts of large ones."""
-        small, large = _by_size(wanted)
+        small, large = _by_size(source, wanted)
         for window in _windows(sorted(small, key=lambda request: request.place.offset)):
             yield partial(self._read_window, source, window)
         for request in large:
@@ -271,7 +272,7 @@ class SwapStorageReader(StorageReader):
             part = Box((box.offsets[0] + first, *box.offsets[1:]), (count, *box.lengths[1:]))
             yield partial(self._read, source, request, part, target[first : first + count])
 
-    def _read(self, source: FileReader, request: _Request, box: Box, target: Tensor | None) -> None:
+    def _read(self, source: ByteSource, request: _Request, box: Box, target: Tensor | None) -> None:
         item = self._saved(request, source)
         if target is None:
             request.data = whole_item(item, verify=self._verify)
@@ -340,13 +341,18 @@ def _chunk_shape(request: _Request, entry: TensorStorageMetadata) -> tuple[int, 
     raise CorruptCheckpointError(f"{request.name}: the metadata has no such chunk.")
 
 
-def _by_size(requests: Sequence[_Request]) -> tuple[list[_Request], list[_Request]]:
+def _by_size(source: FileReader, requests: Sequence[_Request]) -> tuple[list[_Request], list[_Request]]:
     """Those that are read together with their neighbours, and those that are read by themselves."""
     small: list[_Request] = []
     large: list[_Request] = []
     for request in requests:
-        limit = MEDIUM_NBYTES if request.box.lengths == request.shape else SMALL_NBYTES
-        (small if request.place.length <= limit else large).append(request)
+        nbytes = request.place.length
+        is_together = nbytes <= SMALL_NBYTES or (
+            nbytes <= MEDIUM_NBYTES
+            and request.box.lengths == request.shape
+            and not source.is_cached(request.place.offset, nbytes)
+        )
+        (small if is_together else large).append(request)
     return small, large
 
 

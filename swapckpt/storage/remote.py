@@ -329,4 +329,7 @@ class FsspecReader:
             )
         view[:] = data
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - every read is a request
+        return False
+
     def close(self) -> None: ...

@@ -204,6 +204,9 @@ class HookedReader:
         self._files.announce(f"read {len(view)}", self._path)
         self._reader.read_into(offset, view)
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        return self._reader.is_cached(offset, nbytes)
+
     def close(self) -> None:
         self._reader.close()
 
