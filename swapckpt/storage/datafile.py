@@ -11,10 +11,8 @@ the device meanwhile. More files for them would only take turns.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,10 +24,10 @@ from zlib_ng.zlib_ng import crc32
 from swapckpt.errors import PlanError, StorageError
 from swapckpt.storage.items import Skeleton, is_dense, is_in_order, payload, skeleton
 from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
+from swapckpt.storage.pieces import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from torch import Tensor
     from torch.distributed.checkpoint.planner import WriteItem
@@ -43,9 +41,6 @@ SMALL_NBYTES = 64 << 10
 """Payloads from this size on start at a multiple of ``FILE_ALIGNMENT`` in the file, for direct I/O."""
 FILE_ALIGNMENT, ITEM_ALIGNMENT = 4096, 64
 CHUNK_NBYTES = 16 << 20
-GATHERED_NBYTES = 1 << 20
-MAX_GIVEN = 16
-"""Pieces of gathered bytes that wait for the device, at most."""
 BYTE_ITEM_NBYTES = 2048  # a guess, to divide items before their size is known
 
 _PADDING = bytes(FILE_ALIGNMENT)
@@ -200,13 +195,14 @@ class _Writing:
 
     def __init__(self, job: WriteJob, out: FileWriter) -> None:
         self.out = out
-        self.position = 0
         self.rows: list[str] = []
         self._job = job
-        self._gathered: list[bytes] = []  # what follows what ``out`` has and will be given
-        self._gathered_nbytes = 0
-        self._pool: ThreadPoolExecutor | None = None  # gives it to ``out``, in order
-        self._given: deque[Future[None]] = deque()
+        self._pieces = Pieces(out)
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self._pieces.position
 
     def add(self, planned: PlannedItem, data: Tensor | io.BytesIO) -> tuple[int, int]:
         """Write an item. Returns its start and length."""
@@ -221,48 +217,40 @@ class _Writing:
         return self._large(frame, data, name=planned.item.index.fqn)
 
     def close(self) -> None:
-        self._flush()
-        self._settle()
-        self._end()
+        self._pieces.flush()
+        self._pieces.close()
         self.out.close()
 
     def abort(self) -> None:
         """Remove the file, when nothing is on its way to it any more."""
-        self._end()
+        self._pieces.close()
         self.out.abort()
-
-    def _end(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
     def _small(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
         # Run for each of tens of thousands of tensors: every call in here is felt.
-        nbytes = frame.payload_nbytes
-        if is_in_order(tensor):
-            elements = ctypes.string_at(tensor.data_ptr(), nbytes)
-        else:
+        pieces, nbytes = self._pieces, frame.payload_nbytes
+        if not is_in_order(tensor):
             elements = b"".join([bytes(view) for view in payload(tensor, name=name)])
-        checksum = crc32(elements)
+            tensor = torch.frombuffer(elements, dtype=torch.uint8) if elements else tensor
+        start = self._pad(ITEM_ALIGNMENT, before=0, room_nbytes=frame.nbytes)
+        pieces.put(frame.header)
+        checksum = crc32(pieces.copy(tensor.data_ptr(), nbytes))
         footer = frame.footer_with(checksum)
-        padding = -self.position % ITEM_ALIGNMENT
-        start = self.position + padding
-        self._gathered += (_PADDING[:padding], frame.header, elements, footer)
-        self._gather(padding + frame.nbytes)
+        pieces.put(footer)
         envelope = crc32(footer, frame.header_crc)
         block = f"{checksum:08x}" if nbytes else ""
         self.rows.append(f'[{start},{frame.nbytes},{len(frame.header)},{nbytes},"{envelope:08x}","{block}"]')
         return start, frame.nbytes
 
     def _large(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
-        start = self._pad(FILE_ALIGNMENT, before=len(frame.header))
-        self._gathered.append(frame.header)
-        self._gather(len(frame.header))
+        start = self._pad(FILE_ALIGNMENT, before=len(frame.header), room_nbytes=len(frame.header))
+        self._pieces.put(frame.header)
         sums = BlockSums(frame.payload_nbytes)
         for view in payload(tensor, name=name):
             self._through(view, sums)
         footer = frame.footer_with(sums.whole)
-        self._gathered.append(footer)
-        self._gather(len(footer))
+        self._pieces.reserve(len(footer))
+        self._pieces.put(footer)
         item = ItemSums(
             start=start,
             nbytes=frame.nbytes,
@@ -276,7 +264,7 @@ class _Writing:
 
     def _opaque(self, data: memoryview) -> tuple[int, int]:
         """An item that is all payload."""
-        start, sums = self._pad(ITEM_ALIGNMENT, before=0), BlockSums(len(data))
+        start, sums = self._pad(ITEM_ALIGNMENT, before=0, room_nbytes=0), BlockSums(len(data))
         self._through(data, sums)
         blocks = tuple(sums.checksums)
         item = ItemSums(start, len(data), payload_at=0, payload_nbytes=len(data), envelope=0, blocks=blocks)
@@ -285,50 +273,21 @@ class _Writing:
 
     def _through(self, view: memoryview, sums: BlockSums) -> None:
         """Bytes that are handed on as they are, with their checksums."""
-        self._flush()
-        self._settle()
+        self._pieces.flush()
         for at in range(0, len(view), CHUNK_NBYTES):
             self._job.check()
             chunk = view[at : at + CHUNK_NBYTES]
             sums.add(chunk)
             self.out.append(chunk)
-            self.position += len(chunk)
+            self._pieces.passed(len(chunk))
 
-    def _pad(self, alignment: int, *, before: int) -> int:
-        """Add zeros so that ``before`` bytes further on is aligned. Returns where the next item starts."""
+    def _pad(self, alignment: int, *, before: int, room_nbytes: int) -> int:
+        """Add zeros so that ``before`` bytes further on is aligned, with room behind them. Returns where the
+        next item starts."""
         padding = -(self.position + before) % alignment
-        self._gathered.append(_PADDING[:padding])
-        self._gather(padding)
+        self._pieces.reserve(padding + room_nbytes)
+        self._pieces.put(_PADDING[:padding])
         return self.position
-
-    def _gather(self, nbytes: int) -> None:
-        """Count bytes that were added to those gathered."""
-        self.position += nbytes
-        self._gathered_nbytes += nbytes
-        if self._gathered_nbytes >= GATHERED_NBYTES:
-            self._flush(meanwhile=True)
-
-    def _flush(self, *, meanwhile: bool = False) -> None:
-        """Give what was gathered to ``out``; ``meanwhile`` while this thread goes on."""
-        if not self._gathered:
-            return
-        self._job.check()
-        data = memoryview(b"".join(self._gathered))
-        self._gathered.clear()
-        self._gathered_nbytes = 0
-        if meanwhile:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="swapckpt-append")
-            self._settle(left=MAX_GIVEN - 1)
-            self._given.append(self._pool.submit(self.out.append, data))
-        else:
-            self._settle()
-            self.out.append(data)
-
-    def _settle(self, *, left: int = 0) -> None:
-        """Wait until at most ``left`` pieces are on their way. Raises what went wrong with one."""
-        while len(self._given) > left:
-            self._given.popleft().result()
 
 
 def saved_tensor(tensor: Tensor) -> memoryview:

@@ -84,6 +84,38 @@ def test_cached_pages_are_dropped_on_request(tmp_path: Path) -> None:
     assert not is_cached(tmp_path / "kept")
 
 
+def test_what_the_cache_has_is_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Direct I/O would go to the device for it."""
+    if not has_direct(tmp_path):
+        pytest.skip("this file system keeps its files in memory or has no direct I/O")
+    data = aligned(64 * ALIGNMENT + 100)
+    write(PosixFiles(tmp_path, direct=False), "x", data)
+    directly: list[int] = []
+    read_direct = posix.PosixReader._read_direct
+
+    def counted(reader: posix.PosixReader, offset: int, view: memoryview) -> int:
+        directly.append(offset)
+        return read_direct(reader, offset, view)
+
+    monkeypatch.setattr(posix.PosixReader, "_read_direct", counted)
+    reader = PosixFiles(tmp_path).open("x")
+    target = memoryview(mmap.mmap(-1, len(data)))
+    assert reader.is_cached(0, len(data))
+    assert not reader.is_cached(0, len(data) + 1)
+    reader.read_into(0, target)
+    assert same(target, data)
+    assert directly == []
+    with (tmp_path / "x").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not reader.is_cached(0, ALIGNMENT)
+    target[:] = bytes(len(data))
+    reader.read_into(0, target)
+    assert same(target, data)
+    assert directly == [0]
+    reader.close()
+
+
 @given(
     pieces=st.lists(
         st.tuples(st.integers(0, 3 * MIN_DIRECT_NBYTES), st.sampled_from([0, 64, 512, 4095])), max_size=8
