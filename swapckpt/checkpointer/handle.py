@@ -58,7 +58,8 @@ class SaveHandle:
         return True
 
     def result(self) -> SaveStats:
-        """Wait, and return how it went. Raises the save's failure: nothing of it is visible then."""
+        """Wait, and return how it went. Raises the save's failure: nothing of it is visible then, unless
+        it says so (see the guide on commits)."""
         self._over.wait()
         self._is_read = True
         if self._error is not None:

@@ -208,7 +208,7 @@ def begin(files: Files, name: str, *, overwrite: bool) -> Attempt:
     _refuse_foreign(files, name)
     attempt = Attempt(name, uuid.uuid4().hex, files.renames, replaces, version)
     files.make_folder(attempt.folder)
-    files.sync_folder("")
+    _sync_name(files, attempt)
     return attempt
 
 
@@ -310,6 +310,16 @@ def _commit_by_rename(files: Files, attempt: Attempt) -> None:
     if is_aside:
         with _cleaning(files, old):
             discard(files, old)
+
+
+def _sync_name(files: Files, attempt: Attempt) -> None:
+    try:
+        files.sync_folder("")
+    except StorageError as error:
+        raise StorageError(
+            f"{files.url}/{attempt.name} is complete and visible, but its name could not be made durable "
+            f"({error}): a failure of power may take it away. Save it again, with overwrite=True."
+        ) from error
 
 
 def _require_as_begun(files: Files, attempt: Attempt, folder: str) -> None:

@@ -140,17 +140,10 @@ def _is_like(structure: list[_Kind], state_dict: dict[str, object]) -> bool:
     for (known, dtype, shape, layout, spec), (fqn, value) in zip(structure, state_dict.items(), strict=True):
         if fqn != known:
             return False
-        if type(value) is torch.Tensor:  # nearly all are
-            if (
-                value.dtype is not dtype
-                or value.shape != shape
-                or value.layout is not layout
-                or spec is not None
-            ):
-                return False
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             same = value.dtype is dtype and value.shape == shape and value.layout is layout
-            if not same or spec_of(value) != spec:
+            found = None if type(value) is torch.Tensor else spec_of(value)  # nearly all are plain
+            if not same or found != spec:
                 return False
         elif dtype is not None or _has_parts(value):
             return False

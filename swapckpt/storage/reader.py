@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import sys
 import threading
 import uuid
 from collections import defaultdict, deque
@@ -163,11 +164,14 @@ class SwapStorageReader(StorageReader):
             by_file[request.place.relative_path].append(request)
         with ExitStack() as stack:
             jobs: list[Callable[[], None]] = []
+            threads = min(self._threads, _num_cores())
             for name, wanted in sorted(by_file.items()):
                 source = self._checkpoint.files.open(f"{self._checkpoint.folder}/{name}")
                 stack.enter_context(closing(source))
                 jobs.extend(self._jobs(source, wanted))
-            _run(jobs, threads=self._threads)
+                if not source.is_cached(0, min(source.nbytes, PART_NBYTES)):
+                    threads = self._threads  # most of them wait for a device; else they would only take turns
+            _run(jobs, threads=threads)
         # Planners expect calls from one thread.
         for request in requests:
             if request.target is None:
@@ -245,8 +249,7 @@ class SwapStorageReader(StorageReader):
         """Copy what a window has of a tensor that is wanted whole, where nothing is wrong or out of the
         ordinary: for tens of thousands of small ones ``fetch`` would take several times as long."""
         target = request.target
-        is_whole = target is not None and request.box.lengths == request.shape
-        if target is None or not is_whole or target.dtype != request.dtype or not is_in_order(target):
+        if target is None or target.dtype != request.dtype or not is_in_order(target):
             return False
         assert self._checkpoint is not None
         sums = self._checkpoint.sums(request.item.storage_index, request.place)
@@ -398,6 +401,11 @@ class _Window:
         copy_bytes(self.view(offset, len(view)), view)
 
     def close(self) -> None: ...
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _run(jobs: Sequence[Callable[[], None]], *, threads: int) -> None:

@@ -194,6 +194,17 @@ def test_a_parameter_without_storage_is_named(tmp_path: Path, numel: int) -> Non
         checkpointer.save(1)
 
 
+def test_a_small_tensor_that_loses_its_storage_between_saves_is_named() -> None:
+    """That it had one when it was copied before says nothing."""
+    stage, tensor = Staging(timeout_secs=60), torch.ones(100)
+    for _ in range(2):
+        stage.copy(tensor, name="w")
+        stage.start()
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ReleasedStorageError, match="w"):
+        stage.copy(tensor, name="w")
+
+
 def test_a_tensor_without_storage_is_named(tmp_path: Path) -> None:
     values = {"here": torch.ones(3), "gone": torch.ones(LARGE)}
     values["gone"].untyped_storage().resize_(0)

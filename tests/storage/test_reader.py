@@ -471,6 +471,15 @@ def test_conversions_are_refused_and_listed_unless_allowed(saved: Path) -> None:
     assert torch.equal(large, state()["optim"]["large"].bfloat16())
 
 
+def test_a_conversion_between_dtypes_of_one_width_converts(tmp_path: Path) -> None:
+    """Among small tensors that are taken as they are."""
+    save({"a": torch.arange(5.0), "b": torch.arange(5.0)}, tmp_path / "x")
+    loaded = load(
+        {"a": torch.zeros(5, dtype=torch.int32), "b": torch.zeros(5)}, tmp_path / "x", allow_cast=True
+    )
+    assert loaded["a"].tolist() == loaded["b"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_tensor_of_which_parts_are_missing_is_refused_unless_allowed(tmp_path: Path) -> None:
     """As a rank's save without the others leaves it. Stock torch reads it and leaves the rest as it was."""
     stock_save({"w": torch.ones(4)}, tmp_path / "x")

@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,43 @@ def test_names_that_leave_the_folder_are_refused(name: str) -> None:
     metadata = small_metadata()
     metadata.storage_data = {MetadataIndex("w"): StorageInfo(name, 0, 1)}
     with pytest.raises(CorruptCheckpointError, match="not a path inside"):
+        load_metadata(pickle.dumps(metadata), origin=".metadata")
+
+
+@pytest.mark.parametrize(
+    ("chunk", "problem"),
+    [
+        (ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([2, 2])), "reaches beyond"),
+        (ChunkStorageMetadata((0, 0), torch.Size([2, 2])), "found a tuple where a Size"),  # type: ignore[arg-type]
+        (ChunkStorageMetadata(torch.Size([0, 0]), (2, 2)), "found a tuple where a Size"),  # type: ignore[arg-type]
+        (ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([-1, 2])), "negative"),
+    ],
+    ids=["outside", "tuple for an offset", "tuple for sizes", "negative"],
+)
+def test_each_geometry_is_looked_at_though_others_were_right(
+    chunk: ChunkStorageMetadata, problem: str
+) -> None:
+    """A tuple is equal to the torch.Size that was right."""
+    metadata = small_metadata()
+    right = metadata.state_dict_metadata["w"]
+    assert isinstance(right, TensorStorageMetadata)
+    metadata.state_dict_metadata["x"] = replace(right, chunks=[*right.chunks, chunk])
+    with pytest.raises(CorruptCheckpointError, match=problem):
+        load_metadata(pickle.dumps(metadata), origin=".metadata")
+
+
+@pytest.mark.parametrize(
+    ("index", "place"),
+    [
+        (MetadataIndex("x", torch.Size([-1, 0])), StorageInfo("__0_0.distcp", 0, 1)),
+        (MetadataIndex("x", torch.Size([0, 0])), StorageInfo("../x", 0, 1)),
+    ],
+    ids=["offset", "name"],
+)
+def test_each_place_is_looked_at_though_others_were_right(index: MetadataIndex, place: StorageInfo) -> None:
+    metadata = small_metadata()
+    metadata.storage_data[index] = place
+    with pytest.raises(CorruptCheckpointError):
         load_metadata(pickle.dumps(metadata), origin=".metadata")
 
 
