@@ -285,3 +285,24 @@ def test_ranks_send_what_has_changed_only(run_ranks: Callable[..., list[Any]], t
         assert torch.equal(loaded["w"], expected)
         assert torch.equal(loaded["z"], -expected)
         assert loaded["rank1"] == "n" * (5000 if step == 1 else 1)
+
+
+def save_placed_otherwise(root: str) -> int:
+    """The same names, shapes and dtypes: shards of rows twice, shards of columns, a plain tensor."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    saves = Saves(Path(root), CountingPlanner())
+    full = torch.arange(16.0).reshape(4, 4)
+    for step, placement in enumerate([Shard(0), Shard(0), Shard(1), None]):
+        tensor = full + step if placement is None else distribute_tensor(full + step, mesh, [placement])
+        saves.save({"w": tensor}, step)
+    return saves.planner.planned
+
+
+def test_a_tensor_that_is_placed_otherwise_is_planned_again(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    planned, _ = run_ranks(2, save_placed_otherwise, str(tmp_path))  # the coordinator plans
+    assert planned == 3
+    for step in range(4):
+        expected = torch.arange(16.0).reshape(4, 4) + step
+        assert equal(load({"w": torch.zeros(4, 4)}, tmp_path / f"step-{step}"), {"w": expected})
