@@ -208,7 +208,7 @@ def begin(files: Files, name: str, *, overwrite: bool) -> Attempt:
     _refuse_foreign(files, name)
     attempt = Attempt(name, uuid.uuid4().hex, files.renames, replaces, version)
     files.make_folder(attempt.folder)
-    _sync_name(files, attempt)
+    files.sync_folder("")
     return attempt
 
 
@@ -306,7 +306,7 @@ def _commit_by_rename(files: Files, attempt: Attempt) -> None:
             with suppress(StorageError, OSError):  # else the readers' rule and the next writer do it
                 files.rename(old, attempt.name)
         raise
-    files.sync_folder("")
+    _sync_name(files, attempt)
     if is_aside:
         with _cleaning(files, old):
             discard(files, old)

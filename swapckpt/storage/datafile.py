@@ -230,7 +230,7 @@ class _Writing:
         # Run for each of tens of thousands of tensors: every call in here is felt.
         pieces, nbytes = self._pieces, frame.payload_nbytes
         if not is_in_order(tensor):
-            elements = b"".join([bytes(view) for view in payload(tensor, name=name)])
+            elements = bytearray(b"".join([bytes(view) for view in payload(tensor, name=name)]))
             tensor = torch.frombuffer(elements, dtype=torch.uint8) if elements else tensor
         start = self._pad(ITEM_ALIGNMENT, before=0, room_nbytes=frame.nbytes)
         pieces.put(frame.header)
@@ -284,6 +284,7 @@ class _Writing:
     def _pad(self, alignment: int, *, before: int, room_nbytes: int) -> int:
         """Add zeros so that ``before`` bytes further on is aligned, with room behind them. Returns where the
         next item starts."""
+        self._job.check()
         padding = -(self.position + before) % alignment
         self._pieces.reserve(padding + room_nbytes)
         self._pieces.put(_PADDING[:padding])

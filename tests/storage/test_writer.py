@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,6 +221,31 @@ def test_a_planner_that_fails_in_a_thread_fails_the_save(tmp_path: Path) -> None
     with pytest.raises(OSError, match="fell off the bus"), unwrapped():
         dcp_save(tensors, storage_writer=SwapStorageWriter(tmp_path / "step-1"), planner=Planner())
     assert not (tmp_path / "step-1").exists()
+
+
+def test_small_tensors_are_given_up_when_another_thread_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datafile, "FILE_NBYTES", 1 << 10)
+    resolved = []
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if write_item.index.fqn == "big0":
+                raise OSError(errno.EIO, "device fell off the bus")
+            resolved.append(write_item.index.fqn)
+            time.sleep(0.002)
+            return super().resolve_data(write_item)
+
+    big = {f"big{n}": torch.ones(20_000) for n in range(2)}
+    small = {f"small{n}": torch.ones(10) for n in range(1000)}
+    with pytest.raises(OSError, match="fell off the bus"), unwrapped():
+        dcp_save(
+            {**big, **small},
+            storage_writer=SwapStorageWriter(tmp_path / "step-1", threads=2),
+            planner=Planner(),
+        )
+    assert len(resolved) < 100
 
 
 def test_a_tensor_that_changes_between_planning_and_writing_is_noticed(tmp_path: Path) -> None:
