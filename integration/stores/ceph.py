@@ -115,6 +115,15 @@ class _Cluster:
         self.run("ceph-mon", "--mkfs", "--id", "a", "--monmap", monmap)
         process, log = self._daemon(stack, "ceph-mon", "--id", "a")
         wait_until(lambda: listens(self._mon_port), process, log)
+        wait_until(self._answers, process, log)
+
+    def _answers(self) -> bool:
+        """True when the monitor takes commands: on a busy machine seconds after it listens."""
+        try:
+            self.run("ceph", "osd", "stat")
+        except RuntimeError:
+            return False
+        return True
 
     def start_store(self, stack: ExitStack) -> None:
         osd = str(uuid.uuid4())

@@ -232,6 +232,7 @@ def test_small_tensors_are_given_up_when_another_thread_fails(
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             if write_item.index.fqn == "big0":
+                time.sleep(0.05)  # the other thread has begun with small ones
                 raise OSError(errno.EIO, "device fell off the bus")
             resolved.append(write_item.index.fqn)
             time.sleep(0.002)
