@@ -483,23 +483,17 @@ class SwappedState(StateView):
         entry.tensors.clear()
         self.optimizer.state.pop(param, None)
 
-    # ------------------------------------------------------------------ changes from outside
-
     def follow(self) -> None:
         """Take over what others put into ``optimizer.state`` in place of mirrors since the last step."""
         state = self.optimizer.state
-        absent: Values = {}
-        changed = [
-            entry
-            for entry in self._table.entries.values()
-            if self._is_changed(entry, state.get(entry.param, absent))
-        ]
+        entries = self._table.entries.values()
+        changed = [each for each in entries if self._is_changed(each, state.get(each.param, {}))]
         # By get: asking torch's state for what it does not have creates an empty entry.
         present = {e.param: values for e in changed if (values := state.get(e.param)) is not None}
         for param, values in _unentangled(present, self._homes()).items() if present else ():
             state[param].update(values)
         for entry in changed:
-            self._follow(entry, state.get(entry.param, absent))
+            self._follow(entry, state.get(entry.param, {}))
 
     @staticmethod
     def _is_changed(entry: ParamState, values: Values) -> bool:
