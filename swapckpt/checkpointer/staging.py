@@ -25,7 +25,7 @@ from swapckpt.memory import HostArena
 from swapckpt.plan import lay_out
 from swapckpt.state import byte_view, tensor_spec
 from swapckpt.state import is_dense as has_no_gaps
-from swapckpt.storage.items import check_storage, is_dense, is_in_order
+from swapckpt.storage.items import check_storage, is_dense, is_in_order, is_row_by_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,12 +133,9 @@ class _Small:
         return (
             type(tensor) is torch.Tensor
             and tensor.data_ptr() == self.address
-            and tensor.is_cpu
             and tensor.dtype is copy.dtype
             and tensor.shape == copy.shape
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
+            and is_row_by_row(tensor)
         )
 
 

@@ -230,7 +230,9 @@ class _Writing:
         # Run for each of tens of thousands of tensors: every call in here is felt.
         pieces, nbytes = self._pieces, frame.payload_nbytes
         if not is_in_order(tensor):
-            elements = bytearray(b"".join([bytes(view) for view in payload(tensor, name=name)]))
+            elements = bytearray()
+            for view in payload(tensor, name=name):  # each is valid until the next
+                elements += view
             tensor = torch.frombuffer(elements, dtype=torch.uint8) if elements else tensor
         start = self._pad(ITEM_ALIGNMENT, before=0, room_nbytes=frame.nbytes)
         pieces.put(frame.header)
