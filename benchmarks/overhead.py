@@ -49,7 +49,7 @@ def main() -> None:
         (params, batches): swapped(params, batches) for params in param_counts for batches in batch_counts
     }
     cases = {key: optimizer.step for key, optimizer in (natives | ours).items()}
-    timings = interleave(cases, repetitions=5 if options.quick else 30)
+    timings = interleave(cases, repetitions=9 if options.quick else 30)
     (native,) = fit({key: timings[key].wall_secs for key in natives})
     per_param, per_batch = fit({key: timings[key].wall_secs for key in ours})
     per_tensor = (per_param - native) / MOMENTS

@@ -76,7 +76,8 @@ def test_a_quick_run_prints_a_table_and_writes_its_ratios(name: str, tmp_path: P
         assert set(ratio) == {"value", "goal", "better"}, label
         assert math.isfinite(ratio["value"]), label
         counts_failures = label in {"losses", "wrong_loads"}
-        assert (ratio["value"] > 0) is not counts_failures, label
+        # not `> 0`: a difference of two times may be below zero on a busy machine
+        assert (ratio["value"] != 0) is not counts_failures, label
         assert (ratio["goal"] > 0) is not counts_failures, label
         assert ratio["better"] in ("lower", "higher"), label
         assert label in printed
