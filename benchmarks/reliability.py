@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import resource
+import sys
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -107,8 +108,14 @@ class Sizes:
 
 
 QUICK = Sizes(width=512, kills=2, writer_kills=2, full_disks=3, damages=6)
-FULL = Sizes(width=1024, kills=60, writer_kills=30, full_disks=50, damages=300)
+FULL = Sizes(width=512, kills=60, writer_kills=30, full_disks=50, damages=300)
 DAMAGED_WIDTH = 96
+
+
+def told(name: str, tally: Tally) -> Tally:
+    """Say what came of one kind, for whoever waits: all of them take minutes."""
+    print(f"{name}: {tally}", file=sys.stderr, flush=True)
+    return tally
 
 
 def killed(root: Path, sizes: Sizes, chance: random.Random) -> dict[str, Tally]:
@@ -120,20 +127,20 @@ def killed(root: Path, sizes: Sizes, chance: random.Random) -> dict[str, Tally]:
             lives.kill_one(chance)
         with lives.born():  # what the last one has left
             pass
-        found[f"SIGKILL, {mode}"] = lives.tally
+        found[f"SIGKILL, {mode}"] = told(f"SIGKILL, {mode}", lives.tally)
     lives = Lives(root / "writer", sizes.width, PINNED, Reference(sizes.width))
     lives.kill_writers(sizes.writer_kills, chance)
-    return {**found, "SIGKILL of the writer": lives.tally}
+    return {**found, "SIGKILL of the writer": told("SIGKILL of the writer", lives.tally)}
 
 
 def filled(root: Path, sizes: Sizes, chance: random.Random) -> dict[str, Tally]:
     """Disks are full in the midst of saves."""
-    return {
-        f"full disk, {mode}": fill_disk(
-            root / f"full-{mode}", sizes.width, number=sizes.full_disks, chance=chance, mode=mode
-        )
-        for mode in ("async", PINNED)
-    }
+    found = {}
+    for mode in ("async", PINNED):
+        folder, name = root / f"full-{mode}", f"full disk, {mode}"
+        tally = fill_disk(folder, sizes.width, number=sizes.full_disks, chance=chance, mode=mode)
+        found[name] = told(name, tally)
+    return found
 
 
 def damaged(root: Path, sizes: Sizes, chance: random.Random) -> tuple[dict[str, Tally], dict[str, Tally]]:
@@ -142,7 +149,10 @@ def damaged(root: Path, sizes: Sizes, chance: random.Random) -> tuple[dict[str, 
     stock = Damaged(root / "stock", DAMAGED_WIDTH, save_stock)
     number = sizes.damages
     return (
-        {name: load_damaged(ours, each, number=number, chance=chance) for name, each in DAMAGES.items()},
+        {
+            name: told(name, load_damaged(ours, each, number=number, chance=chance))
+            for name, each in DAMAGES.items()
+        },
         {
             f"{name}, stock": load_damaged_stock(stock, each, number=number, chance=chance)
             for name, each in DAMAGES.items()

@@ -121,7 +121,8 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
 
 
 class CorruptCheckpointError(SwapCkptError, ValueError):
-    """The bytes contradict their checksums, sizes or format. The message names file, item and FQN.
+    """The bytes contradict their checksums, sizes or format, are gone, or cannot be read any more. The
+    message names file, item and FQN.
 
     Destinations may have been overwritten in part: load another checkpoint into them before use."""
 

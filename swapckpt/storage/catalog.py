@@ -144,6 +144,8 @@ def _inspected(files: Files, name: str, folder: str) -> CheckpointInfo | None:
     except CheckpointNotFoundError:  # removed meanwhile
         return None
     except SwapCkptError as error:
+        if not has_metadata(files, folder):  # being removed, which begins with it
+            return None
         return _described(files, name, folder, CheckpointState.CORRUPT, problem=str(error))
     world_size = None if checkpoint.manifest is None else checkpoint.manifest.world_size
     return _described(files, name, folder, CheckpointState.COMPLETE, world_size=world_size)

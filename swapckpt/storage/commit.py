@@ -208,7 +208,11 @@ def begin(files: Files, name: str, *, overwrite: bool) -> Attempt:
     _refuse_foreign(files, name)
     attempt = Attempt(name, uuid.uuid4().hex, files.renames, replaces, version)
     files.make_folder(attempt.folder)
-    files.sync_folder("")
+    try:
+        files.sync_folder("")
+    except BaseException:
+        abandon(files, attempt)
+        raise
     return attempt
 
 

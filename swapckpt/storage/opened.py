@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,12 @@ from swapckpt.storage.metadata import ALLOWED, load_metadata
 from swapckpt.storage.metadata import NAME as METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
     from swapckpt._torch import StorageInfo
-    from swapckpt.storage.files import Files
+    from swapckpt.storage.files import FileReader, Files
     from swapckpt.storage.manifest import ItemSums
     from swapckpt.storage.safe_pickle import AllowList
 
@@ -50,6 +51,16 @@ class OpenCheckpoint:
     def where(self, name: str) -> str:
         """A file of this checkpoint, for messages."""
         return f"{self.files.url}/{self.folder}/{name}"
+
+    def open(self, name: str) -> FileReader:
+        """A data file, to be read.
+
+        Raises:
+            CorruptCheckpointError: It is gone, or the device does not give it back.
+            StorageError: The store failed.
+        """
+        with _losing_files(self.files, self.folder):
+            return self.files.open(f"{self.folder}/{name}")
 
     def where_item(self, index: MetadataIndex, place: StorageInfo) -> str:
         """An item and its file, for messages."""
@@ -105,9 +116,10 @@ def open_checkpoint(
                 "committed. Its data is of no use without."
             )
         folder, metadata_name = name, _rank_metadata(files, name)
-    nbytes = {entry.name: entry.nbytes for entry in files.entries(folder)}
-    data = read_bytes(files, f"{folder}/{metadata_name}")
-    manifest = _find_manifest(files, folder, nbytes, data)
+    with _losing_files(files, folder):
+        nbytes = {entry.name: entry.nbytes for entry in files.entries(folder)}
+        data = read_bytes(files, f"{folder}/{metadata_name}")
+        manifest = _find_manifest(files, folder, nbytes, data)
     origin = f"{files.url}/{folder}/{metadata_name}"
     metadata = load_metadata(data, origin=origin, allowed=allowed)
     meta = metadata.storage_meta
@@ -119,6 +131,18 @@ def open_checkpoint(
         listed = listing(f"{file}: {what}" for file, what in wrong.items())
         raise CorruptCheckpointError(f"{checkpoint.where('')} has damaged data files:{listed}")
     return checkpoint
+
+
+@contextmanager
+def _losing_files(files: Files, folder: str) -> Iterator[None]:
+    """Around reads of files that were there a moment ago: without one it is no whole checkpoint any more."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{files.url}/{folder} was committed, and has lost a file while it was read ({error}). Does "
+            "something remove checkpoints meanwhile?"
+        ) from error
 
 
 def _find_manifest(files: Files, folder: str, nbytes: Mapping[str, int], metadata: bytes) -> Manifest | None:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from swapckpt.storage.files import (
 from swapckpt.storage.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from swapckpt.storage.files import FileReader, FileWriter
 
@@ -39,6 +39,9 @@ BOUNCE_NBYTES = 1 << 20
 CHUNK_NBYTES = 16 << 20
 MIN_DIRECT_NBYTES = 64 << 10
 """Shorter pieces are gathered in the buffer: a system call of their own would cost more than the copy."""
+
+UNREADABLE = "unreadable"
+"""Version of a file that the device does not give back."""
 
 _NOTHING = memoryview(b"")
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
@@ -107,7 +110,7 @@ class PosixFiles:
             )
 
     def open(self, path: str) -> FileReader:
-        with explained("opening", self._at(path)):
+        with explained("opening", self._at(path)), _unreadable(self._at(path)):
             return retried(
                 lambda: PosixReader(self._at(path), direct=self.direct, drop_page_cache=self.drop_page_cache)
             )
@@ -123,7 +126,11 @@ class PosixFiles:
 
     def version(self, path: str) -> str | None:
         # Of the content: not every file system keeps inodes, and times are as coarse as the kernel's clock.
-        return hashlib.blake2b(read_bytes(self, path), digest_size=16).hexdigest()
+        try:
+            content = read_bytes(self, path)
+        except CorruptCheckpointError:  # it can be replaced, all the same
+            return UNREADABLE
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def swap(self, path: str, data: bytes, *, version: str | None) -> None:  # noqa: ARG002
         raise StorageError(f"{self._at(path)}: checkpoints in a file system are replaced by renaming.")
@@ -173,6 +180,21 @@ def _no_folder(path: Path, error: OSError) -> StorageError:
         f"The folder {path} cannot be made ({type(error).__name__}: {error.strerror}). Name one below a "
         "folder that this user may write in."
     )
+
+
+@contextmanager
+def _unreadable(path: Path) -> Iterator[None]:
+    """Around reads: a file that the device does not give back is damaged. The store as a whole has not
+    failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise CorruptCheckpointError(
+            f"{path} cannot be read: {error.strerror} (EIO). The device has lost a part of it or fails: "
+            "see the kernel's log."
+        ) from error
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
@@ -318,7 +340,7 @@ class PosixReader:
         return self._nbytes
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        with explained("reading", self._path):
+        with explained("reading", self._path), _unreadable(self._path):
             body = 0
             if self._is_direct(offset, view):
                 body = self._read_direct(offset, view[: len(view) - len(view) % ALIGNMENT])

@@ -166,7 +166,7 @@ class SwapStorageReader(StorageReader):
             jobs: list[Callable[[], None]] = []
             threads = min(self._threads, _num_cores())
             for name, wanted in sorted(by_file.items()):
-                source = self._checkpoint.files.open(f"{self._checkpoint.folder}/{name}")
+                source = self._checkpoint.open(name)
                 stack.enter_context(closing(source))
                 jobs.extend(self._jobs(source, wanted))
                 if not source.is_cached(0, min(source.nbytes, PART_NBYTES)):

@@ -95,7 +95,11 @@ def _check_file(
     problems = []
     if name not in checkpoint.nbytes:
         return [Problem(name, index.fqn, "is in a file that is missing") for index, _ in placed]
-    with closing(checkpoint.files.open(f"{checkpoint.folder}/{name}")) as source:
+    try:
+        source = checkpoint.open(name)
+    except CorruptCheckpointError as error:
+        return [Problem(name, "", str(error))]
+    with closing(source):
         for index, place in sorted(placed, key=lambda entry: entry[1].offset):
             try:
                 _check_item(checkpoint, source, index, place)

@@ -84,7 +84,7 @@ class DcpContent:
 
     def _reader(self, name: str) -> FileReader:
         if name not in self._readers:
-            self._readers[name] = self._checkpoint.files.open(f"{self._checkpoint.folder}/{name}")
+            self._readers[name] = self._checkpoint.open(name)
         return self._readers[name]
 
 

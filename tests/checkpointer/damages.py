@@ -49,6 +49,10 @@ def lose_metadata(folder: Path) -> None:
     (folder / ".metadata").unlink()
 
 
+def lose_manifest(folder: Path) -> None:
+    (folder / ".swapckpt.json").unlink()
+
+
 def metadata_as_folder(folder: Path) -> None:
     lose_metadata(folder)
     (folder / ".metadata").mkdir()

@@ -20,6 +20,7 @@ from tests.checkpointer.damages import (
     data_file,
     flip,
     lose,
+    lose_manifest,
     lose_metadata,
     lose_metadata_bytes,
     metadata_as_folder,
@@ -187,19 +188,27 @@ def test_a_newer_step_that_was_never_committed_is_passed_over(tmp_path: Path) ->
     assert loaded(tmp_path)[0] == 1
 
 
-def test_a_data_file_that_is_cut_while_it_is_read_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "damage"),
+    [("__", truncate), ("__", lose), (".metadata", lose_metadata), (".swapckpt", lose_manifest)],
+)
+def test_a_file_that_is_cut_or_removed_while_its_step_is_read_is_damage(
+    tmp_path: Path, at: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, 1, 2)
-    cut: list[str] = []
+    struck: list[str] = []
 
     def before(_: int, operation: str, path: str) -> None:
-        if operation == "open" and path.startswith("step-2/__") and not cut:
-            cut.append(path)
-            truncate(tmp_path / "step-2")
+        if operation == "open" and path.startswith(f"step-2/{at}") and not struck:
+            struck.append(path)
+            damage(tmp_path / "step-2")
 
     with hooked(before):
         step, job = loaded(tmp_path, fallback=True)
-    assert cut
+    assert struck
     assert step == 1
+    assert "Step 2 is damaged, step 1 is loaded" in caplog.text
+    assert "step-2" in caplog.text.split("is loaded:")[1]
     assert not differing(job.contents(), history()[1])
 
 

@@ -16,7 +16,7 @@ from swapckpt.storage.catalog import CheckpointState, committed_steps, list_chec
 from swapckpt.storage.files import Files, open_files
 from swapckpt.storage.posix import PosixFiles
 from swapckpt.storage.verification import verify
-from tests.storage.stores import save, stock_save
+from tests.storage.stores import HookedFiles, save, stock_save
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,6 +80,18 @@ def test_every_state_is_listed_with_its_reason(tmp_path: Path, files: PosixFiles
     assert (by_name["step-1"].world_size, by_name["step-3"].world_size) == (1, None)
     assert "__0_0.distcp: 100 bytes, " in by_name["step-2"].problem
     assert committed_steps(files) == [1, 2, 3, 10]
+
+
+def test_what_is_removed_while_it_is_listed_is_not_listed(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(state(), tmp_path / f"step-{step}")
+
+    def remove(_: int, operation: str, path: str) -> None:
+        if (operation, path) == ("open", "step-1/.metadata"):  # a removal begins with it
+            (tmp_path / path).unlink()
+
+    listed = list_checkpoints(HookedFiles(PosixFiles(tmp_path), remove))
+    assert [(info.step, info.state) for info in listed] == [(2, CheckpointState.COMPLETE)]
 
 
 def test_nothing_is_listed_where_nothing_is(tmp_path: Path) -> None:
@@ -160,6 +172,18 @@ def test_what_is_missing_is_found(tmp_path: Path, files: PosixFiles) -> None:
     }
     with pytest.raises(CheckpointNotFoundError):
         verify(files, "step-2")
+
+
+def test_a_file_that_is_removed_while_it_is_verified_is_a_problem(tmp_path: Path) -> None:
+    save(state(), tmp_path / "step-1")
+
+    def remove(_: int, operation: str, path: str) -> None:
+        if (operation, path) == ("open", "step-1/__0_0.distcp"):
+            (tmp_path / path).unlink()
+
+    (problem,) = verify(HookedFiles(PosixFiles(tmp_path), remove), "step-1")
+    assert problem.file == "__0_0.distcp"
+    assert "has lost a file while it was read" in problem.message
 
 
 @pytest.mark.parametrize("saver", [save, stock_save])
