@@ -4,8 +4,10 @@
 as its end of the socket pair: it notices within an item when the trainer is gone, however that ended. All
 memory is of anonymous files that only descriptors keep: when both processes are gone nothing is left.
 
-[Note: the script is not run again] The process is ``python -m``, not a fork and not ``multiprocessing``:
-forking a process with threads and a device is unsafe, and spawning would import the user's script.
+[Note: the script is not run again] The process is a Python of its own, not a fork and not
+``multiprocessing``: forking a process with threads and a device is unsafe, and spawning would import the
+user's script. It searches for modules where the trainer does, and not (as ``python -m`` would) in the working
+directory first, where a ``queue.py`` of the user may lie.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
     from swapckpt.storage.datafile import DataFile, PlannedItem
     from swapckpt.storage.files import Files
 
+_PROGRAM = """import sys
+if "" in sys.path[:1]:
+    del sys.path[0]
+from swapckpt.storage.worker import main
+main()"""
 _ALIGNMENT = 64
 _POLL_SECS = 0.5
 _EXIT_SECS = 5.0
@@ -173,7 +180,7 @@ class _Writer:
 
     def __init__(self) -> None:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "swapckpt.storage.worker", str(theirs.fileno())]
+        command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno())]
         # Hidden devices: a context there would take device memory. One thread: it shares the trainer's cores.
         environment = {
             **os.environ,

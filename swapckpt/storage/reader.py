@@ -81,7 +81,8 @@ class SwapStorageReader(StorageReader):
         CorruptCheckpointError: Lengths, checksums or formats do not fit. Destinations may have been
             overwritten in part.
         UnsafePickleError: Something asks for a global that is not allowed. No code was run.
-        SchemaError: Destinations of another dtype, or incomplete tensors; all are listed, nothing was read.
+        SchemaError: Destinations of another dtype or with elements that share memory, or incomplete tensors;
+            all are listed, nothing was read.
         StorageError: The store failed.
     """
 
@@ -204,6 +205,16 @@ class SwapStorageReader(StorageReader):
         }
         if casts and not self._allow_cast:
             raise SchemaError(f"Values would be converted; allow_cast=True allows it:{listing(casts)}")
+        folded = {
+            request.item.dest_index.fqn
+            for request in tensors
+            if request.target is not None and _is_folded(request.target)
+        }
+        if folded:
+            raise SchemaError(
+                "Elements of these tensors share memory (they were expanded): nothing can be read into them, "
+                f"and nothing was read. Make copies of them first, by contiguous():{listing(folded)}"
+            )
         assert self._checkpoint is not None
         entries = self._checkpoint.metadata.state_dict_metadata
         incomplete = set()
@@ -342,6 +353,13 @@ def _chunk_shape(request: _Request, entry: TensorStorageMetadata) -> tuple[int, 
         if index.offset is None or chunk.offsets == index.offset:
             return tuple(chunk.sizes)
     raise CorruptCheckpointError(f"{request.name}: the metadata has no such chunk.")
+
+
+def _is_folded(target: Tensor) -> bool:
+    """True when several elements lie in one place, as ``expand`` makes them."""
+    return not target.is_contiguous() and any(
+        size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)
+    )
 
 
 def _by_size(source: FileReader, requests: Sequence[_Request]) -> tuple[list[_Request], list[_Request]]:

@@ -1,4 +1,4 @@
-"""``python -m swapckpt.storage.worker DESCRIPTOR``: the process that ``process.py`` talks to."""
+"""The process that ``process.py`` starts and talks to."""
 
 from __future__ import annotations
 
@@ -150,7 +150,3 @@ def main() -> None:
     except (EOFError, ConnectionError):
         # At once: a job that is still running has nobody to report to. What it leaves, the next save removes.
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

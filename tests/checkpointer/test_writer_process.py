@@ -169,6 +169,17 @@ def stopped(process: psutil.Process) -> Iterator[psutil.Process]:
             process.resume()
 
 
+def test_modules_of_the_working_directory_are_not_the_process_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that is run as ``python src/train.py`` does not see them either."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('not the library')")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    with Job().checkpointer(tmp_path / "runs") as checkpointer:
+        checkpointer.save(1).wait()
+
+
 def test_a_process_that_is_killed_fails_this_save_and_not_the_next(tmp_path: Path) -> None:
     job = Job()
     job.step()

@@ -489,6 +489,18 @@ def test_a_tensor_of_which_parts_are_missing_is_refused_unless_allowed(tmp_path:
     assert loaded["w"].tolist() == [1, 1, 1, 1, -1, -1]
 
 
+def test_destinations_whose_elements_share_memory_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """As buffers that were expanded. Two rows of one element are not, whatever their strides are."""
+    save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, 5), "w": torch.ones(4)}, tmp_path / "x")
+    expanded, whole = torch.zeros(3).expand(2, 3), torch.zeros(4)
+    with pytest.raises(SchemaError, match=r"nothing was read.*contiguous\(\):\s+- a$"):
+        load({"a": expanded, "b": torch.zeros(5).expand(1, 5), "w": whole}, tmp_path / "x")
+    assert not whole.any()
+    loaded = load({"a": expanded.contiguous(), "b": torch.zeros(5).expand(1, 5), "w": whole}, tmp_path / "x")
+    assert loaded["a"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert loaded["b"].tolist() == [[1, 1, 1, 1, 1]]
+
+
 def test_a_planner_that_resolves_another_shape_is_noticed(saved: Path) -> None:
     class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: Any) -> Tensor:
