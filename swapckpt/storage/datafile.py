@@ -5,8 +5,9 @@ shortest so far, so that all files advance together and memory that the caller n
 first.
 
 [Note: small items] Of an item of a few kilobytes the time goes into Python, not into the device. Such items
-are put together in memory, frame and elements, and handed over many at a time, to a thread that waits for
-the device meanwhile. More files for them would only take turns.
+are put together in memory, frame and elements, where they are alike as whole runs (see ``runs.py``), and
+handed over many at a time, to a thread that waits for the device meanwhile. More files for them would only
+take turns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from zlib_ng.zlib_ng import crc32
@@ -25,9 +26,10 @@ from swapckpt.errors import PlanError, StorageError
 from swapckpt.storage.items import Skeleton, is_dense, is_in_order, payload, skeleton
 from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
 from swapckpt.storage.pieces import Pieces
+from swapckpt.storage.runs import ITEM_ALIGNMENT, Run, runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from torch.distributed.checkpoint.planner import WriteItem
@@ -39,7 +41,7 @@ FILE_NBYTES = 32 << 20
 """Fewer bytes than this per thread are not worth a file of their own."""
 SMALL_NBYTES = 64 << 10
 """Payloads from this size on start at a multiple of ``FILE_ALIGNMENT`` in the file, for direct I/O."""
-FILE_ALIGNMENT, ITEM_ALIGNMENT = 4096, 64
+FILE_ALIGNMENT = 4096
 CHUNK_NBYTES = 16 << 20
 BYTE_ITEM_NBYTES = 2048  # a guess, to divide items before their size is known
 
@@ -74,6 +76,27 @@ class PlannedItem:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """The items of one data file, in order.
+
+    Attributes:
+        items: All.
+        parts: What they are written as: runs, and numbers of items that stand alone.
+    """
+
+    items: tuple[PlannedItem, ...]
+    parts: tuple[Run | int, ...]
+
+    @classmethod
+    def of(cls, items: Sequence[PlannedItem]) -> PlannedFile:
+        frames = [
+            item.frame if item.frame is not None and 0 < item.frame.payload_nbytes < SMALL_NBYTES else None
+            for item in items
+        ]
+        return cls(tuple(items), tuple(runs(frames)))
+
+
+@dataclass(frozen=True, slots=True)
 class DataFile:
     """One data file, as the thread that wrote it reports it."""
 
@@ -81,7 +104,7 @@ class DataFile:
     places: tuple[tuple[int, int], ...]  # start and length of each item
 
 
-def divided(items: Sequence[WriteItem], *, threads: int) -> list[list[PlannedItem]]:
+def divided(items: Sequence[WriteItem], *, threads: int) -> list[PlannedFile]:
     """The items of each file (see the note on files at the top); no file where there is nothing to write."""
     if not items:
         return []
@@ -93,7 +116,7 @@ def divided(items: Sequence[WriteItem], *, threads: int) -> list[list[PlannedIte
         shortest = lengths.index(min(lengths))
         files[shortest].append(item)
         lengths[shortest] += item.nbytes
-    return files
+    return [PlannedFile.of(of_file) for of_file in files]
 
 
 def _planned(item: WriteItem) -> PlannedItem:
@@ -106,6 +129,24 @@ def _planned(item: WriteItem) -> PlannedItem:
     return PlannedItem(item, dtype, shape, frame, nbytes)
 
 
+class Source(Protocol):
+    """Has what is written. Items are named by the number of their file and their numbers in it.
+
+    Call sequence (by the thread that writes the file): 1. ``item``, or ``addresses`` for many; 2.
+    ``written``, with the same items, before the next.
+    """
+
+    def item(self, file: int, at: int) -> Tensor | io.BytesIO:
+        """The data of an item."""
+
+    def addresses(self, file: int, items: range) -> Sequence[int] | None:
+        """Where the elements of each tensor lie, row by row, in host memory and with the dtype and shape that
+        were planned; None where this is not so for all of them."""
+
+    def written(self, file: int, items: range) -> None:
+        """The memory of these items may change."""
+
+
 class WriteJob:
     """All data files of one rank. The first failure stops all threads.
 
@@ -113,32 +154,22 @@ class WriteJob:
         files: The folder that checkpoints are in.
         attempt: Where they are written.
         rank: Whose they are.
-        resolve: Gives an item's data, by the number of its file and its number in it; from all threads.
-        on_written: Called with the same numbers when a tensor's memory may change; from all threads.
+        source: Has the data of the items.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        attempt: Attempt,
-        rank: int,
-        *,
-        resolve: Callable[[int, int], Tensor | io.BytesIO],
-        on_written: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, files: Files, attempt: Attempt, rank: int, *, source: Source) -> None:
         self._files = files
         self._attempt = attempt
         self._rank = rank
-        self.resolve = resolve
-        self.on_written = on_written
+        self._source = source
         self._failed = threading.Event()
 
-    def run(self, files: Sequence[Sequence[PlannedItem]]) -> list[DataFile]:
+    def run(self, files: Sequence[PlannedFile]) -> list[DataFile]:
         """Write all files. Raises the first error, after all threads have ended and removed their files."""
         if len(files) <= 1:
-            return [self._file(number, items) for number, items in enumerate(files)]
+            return [self._file(number, planned) for number, planned in enumerate(files)]
         with ThreadPoolExecutor(len(files), thread_name_prefix="swapckpt-write") as pool:
-            futures = [pool.submit(self._file, number, items) for number, items in enumerate(files)]
+            futures = [pool.submit(self._file, number, planned) for number, planned in enumerate(files)]
             try:
                 wait(futures)
             except BaseException:  # interrupted: do not go on writing what nobody waits for
@@ -161,13 +192,20 @@ class WriteJob:
     def _path(self, number: int) -> str:
         return f"{self._attempt.folder}/{self._attempt.data_file(self._rank, number)}"
 
-    def _file(self, number: int, items: Sequence[PlannedItem]) -> DataFile:
+    def _file(self, number: int, planned: PlannedFile) -> DataFile:
         try:
             self.check()
-            nbytes = sum(item.nbytes for item in items)
+            nbytes = sum(item.nbytes for item in planned.items)
             writing = _Writing(self, self._files.create(self._path(number), nbytes=nbytes))
             try:
-                places = tuple([self._add(writing, number, at, item) for at, item in enumerate(items)])
+                places: list[tuple[int, int]] = []
+                for part in planned.parts:
+                    at = len(places)
+                    places += (
+                        self._run(writing, number, part, first=at, items=planned.items)
+                        if isinstance(part, Run)
+                        else self._one(writing, number, at, planned.items[at])
+                    )
                 writing.close()
             except BaseException:
                 writing.abort()
@@ -176,14 +214,23 @@ class WriteJob:
             self._failed.set()
             raise
         name = self._attempt.data_file(self._rank, number)
-        return DataFile(FileSums(name, writing.position, ",".join(writing.rows)), places)
+        return DataFile(FileSums(name, writing.position, ",".join(writing.rows)), tuple(places))
 
-    def _add(self, writing: _Writing, number: int, at: int, item: PlannedItem) -> tuple[int, int]:
-        data = self.resolve(number, at)
-        place = writing.add(item, data)
-        if self.on_written is not None and not isinstance(data, io.BytesIO):
-            self.on_written(number, at)
-        return place
+    def _one(self, writing: _Writing, number: int, at: int, item: PlannedItem) -> list[tuple[int, int]]:
+        place = writing.add(item, self._source.item(number, at))
+        self._source.written(number, range(at, at + 1))
+        return [place]
+
+    def _run(
+        self, writing: _Writing, number: int, run: Run, *, first: int, items: Sequence[PlannedItem]
+    ) -> list[tuple[int, int]]:
+        these = range(first, first + len(run))
+        addresses = self._source.addresses(number, these)
+        if addresses is None:
+            return [place for at in these for place in self._one(writing, number, at, items[at])]
+        places = writing.add_run(run, addresses)
+        self._source.written(number, these)
+        return places
 
 
 class _StoppedError(Exception):
@@ -215,6 +262,13 @@ class _Writing:
         if frame.payload_nbytes < SMALL_NBYTES:
             return self._small(frame, data, name=planned.item.index.fqn)
         return self._large(frame, data, name=planned.item.index.fqn)
+
+    def add_run(self, run: Run, addresses: Sequence[int]) -> list[tuple[int, int]]:
+        """Write a run. Returns the start and length of each item."""
+        start = self._pad(ITEM_ALIGNMENT, before=0, room_nbytes=run.room_nbytes)
+        checksums = run.fill(self._pieces.take(run.nbytes, room_nbytes=run.room_nbytes), addresses)
+        self.rows += run.rows(start, checksums)
+        return list(zip((run.starts + start).tolist(), run.lengths, strict=True))
 
     def close(self) -> None:
         self._pieces.flush()

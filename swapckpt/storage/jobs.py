@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from swapckpt.errors import SwapCkptError
     from swapckpt.storage.commit import Attempt
-    from swapckpt.storage.datafile import DataFile, PlannedItem
+    from swapckpt.storage.datafile import DataFile, PlannedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class Sources:
         data: By the number of the item, of those that come along.
     """
 
-    numbers: Sequence[int]
-    offsets_nbytes: Sequence[int]
+    numbers: npt.NDArray[np.int64]
+    offsets_nbytes: npt.NDArray[np.int64]
     strides: Mapping[int, tuple[int, ...]]
     data: Mapping[int, bytes]
 
@@ -74,7 +77,7 @@ class Job:
         drop_page_cache: Forget cached pages of what was written.
         attempt: Where they are written.
         rank: Whose they are.
-        plan: The items of each file; None for those of the job before.
+        plan: The files; None for those of the job before.
         sources: Of each file.
     """
 
@@ -83,7 +86,7 @@ class Job:
     drop_page_cache: bool
     attempt: Attempt
     rank: int
-    plan: Sequence[Sequence[PlannedItem]] | None
+    plan: Sequence[PlannedFile] | None
     sources: Sequence[Sources]
 
 

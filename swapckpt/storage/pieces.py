@@ -37,8 +37,9 @@ class _Piece:
 class Pieces:
     """Gathers what is appended to one file.
 
-    Call sequence (by the thread that writes the file): 1. ``reserve``, then ``put`` and ``copy`` of as many
-    bytes, any number of times; 2. ``flush`` before anything else is appended to the file; 3. ``close``.
+    Call sequence (by the thread that writes the file): 1. ``reserve``, then ``put``, ``copy`` and ``take`` of
+    as many bytes, any number of times; 2. ``flush`` before anything else is appended to the file; 3.
+    ``close``.
 
     Args:
         out: The file.
@@ -59,8 +60,8 @@ class Pieces:
         return self._position + self._used
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for the next bytes (at most ``MAX_PUT_NBYTES``). Raises what went wrong with earlier
-        ones."""
+        """Make room for the next bytes (at most ``PIECE_NBYTES`` and half of ``MAX_PUT_NBYTES``). Raises what
+        went wrong with earlier ones."""
         if self._used + nbytes > len(self._piece.view):
             self._give()
 
@@ -75,6 +76,12 @@ class Pieces:
         start, self._used = self._used, self._used + nbytes
         ctypes.memmove(self._piece.address + start, address, nbytes)
         return self._piece.view[start : self._used]
+
+    def take(self, nbytes: int, *, room_nbytes: int) -> memoryview:
+        """Add bytes that the caller fills in, before the next call. Returns their memory and, up to
+        ``room_nbytes``, some behind it that may be written to."""
+        start, self._used = self._used, self._used + nbytes
+        return self._piece.view[start : start + room_nbytes]
 
     def flush(self) -> None:
         """Append everything to the file, now."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from swapckpt.storage.commit import Attempt
-    from swapckpt.storage.datafile import DataFile, PlannedItem
+    from swapckpt.storage.datafile import DataFile, PlannedFile, PlannedItem
     from swapckpt.storage.files import Files
 
 _PROGRAM = """import sys
@@ -98,7 +98,7 @@ class ProcessRunner:
         attempt: Attempt,
         rank: int,
         *,
-        planned: Sequence[Sequence[PlannedItem]],
+        planned: Sequence[PlannedFile],
         planner: SavePlanner,
         on_written: Callable[[Tensor], None] | None,
     ) -> list[DataFile]:
@@ -110,7 +110,7 @@ class ProcessRunner:
         if not self._writer.is_alive():
             self._writer.close()
             self._writer = _Writer()
-        data = [[planner.resolve_data(item.item) for item in of_file] for of_file in planned]
+        data = [[planner.resolve_data(item.item) for item in of_file.items] for of_file in planned]
         try:
             return self._run(files, attempt, rank, planned=planned, data=data, on_written=on_written)
         except (EOFError, ConnectionError) as error:
@@ -128,7 +128,7 @@ class ProcessRunner:
         attempt: Attempt,
         rank: int,
         *,
-        planned: Sequence[Sequence[PlannedItem]],
+        planned: Sequence[PlannedFile],
         data: list[list[Tensor | io.BytesIO]],
         on_written: Callable[[Tensor], None] | None,
     ) -> list[DataFile]:
@@ -202,7 +202,7 @@ class _Writer:
         self._is_ready = False
         self._next_number = 0
         self.numbers: dict[int, int] = {}  # of memory it has mapped, by inode
-        self.plan: Sequence[Sequence[PlannedItem]] | None = None
+        self.plan: Sequence[PlannedFile] | None = None
         self.send(Settings(dict(fsspec.config.conf)))
 
     @property
@@ -264,10 +264,10 @@ class _Places:
         self,
         shared: Sequence[SharedRange],
         data: Sequence[Sequence[Tensor | io.BytesIO]],
-        planned: Sequence[Sequence[PlannedItem]],
+        planned: Sequence[PlannedFile],
     ) -> None:
         ranges = list(shared)
-        self._files = [_FileData(*each) for each in zip(data, planned, strict=True)]
+        self._files = [_FileData(each, of_file.items) for each, of_file in zip(data, planned, strict=True)]
         where = [each.locate(ranges) for each in self._files]
         strays = [
             (file, at)
@@ -298,8 +298,8 @@ class _Places:
             known[at] = numbers[inode]
         return [
             Sources(
-                known[found].tolist(),
-                (each.addresses - self._begins[found]).tolist(),
+                known[found],
+                each.addresses - self._begins[found],
                 each.strides,
                 each.carried,
             )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from swapckpt.storage.datafile import WriteJob
+from swapckpt.storage.items import address_in_order
 
 if TYPE_CHECKING:
     import io
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from swapckpt.storage.commit import Attempt
-    from swapckpt.storage.datafile import DataFile, PlannedItem
+    from swapckpt.storage.datafile import DataFile, PlannedFile
     from swapckpt.storage.files import Files
 
 
@@ -29,7 +29,7 @@ class Runner(Protocol):
         attempt: Attempt,
         rank: int,
         *,
-        planned: Sequence[Sequence[PlannedItem]],
+        planned: Sequence[PlannedFile],
         planner: SavePlanner,
         on_written: Callable[[Tensor], None] | None,
     ) -> list[DataFile]:
@@ -39,7 +39,7 @@ class Runner(Protocol):
             files: The folder that checkpoints are in.
             attempt: Where they are written.
             rank: Whose they are.
-            planned: The items of each file.
+            planned: The files.
             planner: Resolves items.
             on_written: Called with each tensor when its memory may change, from any thread.
 
@@ -57,19 +57,52 @@ class ThreadRunner:
         attempt: Attempt,
         rank: int,
         *,
-        planned: Sequence[Sequence[PlannedItem]],
+        planned: Sequence[PlannedFile],
         planner: SavePlanner,
         on_written: Callable[[Tensor], None] | None,
     ) -> list[DataFile]:
         """As :class:`Runner` says."""
-        current = threading.local()  # a thread writes one item at a time
+        source = _Resolved(planned, planner, on_written)
+        return WriteJob(files, attempt, rank, source=source).run(planned)
 
-        def resolve(file: int, at: int) -> Tensor | io.BytesIO:
-            current.data = planner.resolve_data(planned[file][at].item)
-            return current.data  # type: ignore[no-any-return]
 
-        def written(_file: int, _at: int) -> None:
-            if on_written is not None and isinstance(current.data, Tensor):
-                on_written(current.data)
+class _Resolved:
+    """A ``Source``: what the planner resolves."""
 
-        return WriteJob(files, attempt, rank, resolve=resolve, on_written=written).run(planned)
+    def __init__(
+        self,
+        planned: Sequence[PlannedFile],
+        planner: SavePlanner,
+        on_written: Callable[[Tensor], None] | None,
+    ) -> None:
+        self._planned = planned
+        self._planner = planner
+        self._on_written = on_written
+        self._being_written: list[list[Tensor | io.BytesIO]] = [[] for _ in planned]
+
+    def item(self, file: int, at: int) -> Tensor | io.BytesIO:
+        data: Tensor | io.BytesIO = self._planner.resolve_data(self._planned[file].items[at].item)
+        self._being_written[file] = [data]
+        return data
+
+    def addresses(self, file: int, items: range) -> list[int] | None:
+        planned = self._planned[file].items[items.start : items.stop]
+        resolve = self._planner.resolve_data
+        tensors = [resolve(item.item) for item in planned]
+        found = [
+            address_in_order(tensor, dtype=item.dtype, shape=item.shape)
+            for tensor, item in zip(tensors, planned, strict=True)
+        ]
+        addresses = [address for address in found if address is not None]
+        if len(addresses) < len(found):
+            return None
+        self._being_written[file] = tensors
+        return addresses
+
+    def written(self, file: int, items: range) -> None:
+        del items
+        tensors, self._being_written[file] = self._being_written[file], []
+        if self._on_written is not None:
+            for tensor in tensors:
+                if isinstance(tensor, Tensor):
+                    self._on_written(tensor)

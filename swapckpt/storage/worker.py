@@ -13,21 +13,24 @@ from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING
 
 import fsspec.config
+import numpy as np
 import torch
 
 from swapckpt.errors import StorageError, SwapCkptError
 from swapckpt.storage.datafile import SMALL_NBYTES, WriteJob
-from swapckpt.storage.files import open_files
+from swapckpt.storage.files import address_of, open_files
 from swapckpt.storage.items import span
 from swapckpt.storage.jobs import Done, Failed, Job, Mapped, Ready, Settings, Unmapped, Written
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
-    from swapckpt.storage.datafile import PlannedItem
+    from swapckpt.storage.datafile import PlannedFile
     from swapckpt.storage.files import Files
+    from swapckpt.storage.jobs import Sources
 
 _SMALL_AT_ONCE = 1024
 
@@ -39,7 +42,7 @@ class _Worker:
         self._connection = connection
         self._sending = threading.Lock()
         self._mapped: dict[int, mmap.mmap] = {}
-        self._plan: Sequence[Sequence[PlannedItem]] = ()
+        self._plan: Sequence[PlannedFile] = ()
         self._opened: tuple[tuple[str, bool, bool], Files] | None = None
 
     def serve(self) -> None:
@@ -71,28 +74,9 @@ class _Worker:
     def _written(self, job: Job) -> Done:
         if job.plan is not None:
             self._plan = job.plan
-        plan = self._plan
-        tally = _Tally(self, plan)
-
-        def resolve(file: int, at: int) -> Tensor | io.BytesIO:
-            source, item = job.sources[file], plan[file][at]
-            if at in source.data:
-                return io.BytesIO(source.data[at])
-            assert item.dtype is not None
-            numel, stride = item.shape.numel(), source.strides.get(at)
-            if numel == 0:
-                return torch.empty(item.shape, dtype=item.dtype, device="cpu")
-            flat = torch.frombuffer(
-                self._mapped[source.numbers[at]],
-                dtype=item.dtype,
-                count=numel if stride is None else span(item.shape, stride),
-                offset=source.offsets_nbytes[at],
-            )
-            return flat.view(item.shape) if stride is None else flat.as_strided(item.shape, stride)
-
-        write = WriteJob(self._files(job), job.attempt, job.rank, resolve=resolve, on_written=tally.add)
-        files = write.run(plan)
-        tally.flush()
+        source = _SharedSource(self._plan, job.sources, self._mapped, report=self.report)
+        files = WriteJob(self._files(job), job.attempt, job.rank, source=source).run(self._plan)
+        source.flush()
         return Done(tuple(files))
 
     def _files(self, job: Job) -> Files:
@@ -113,32 +97,78 @@ class _Worker:
         self._send(Written(tuple(runs)))
 
 
-class _Tally:
-    """Items that were written and not reported yet: large ones are at once, small ones many at a time."""
+class _SharedSource:
+    """A ``Source``: what lies in memory of the trainer, or came along with the job.
 
-    def __init__(self, worker: _Worker, plan: Sequence[Sequence[PlannedItem]]) -> None:
-        self._worker = worker
-        self._plan = plan
+    What was written is reported in runs of items: large ones at once, small ones many at a time.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedFile],
+        sources: Sequence[Sources],
+        mapped: Mapping[int, mmap.mmap],
+        *,
+        report: Callable[[Sequence[tuple[int, int, int]]], None],
+    ) -> None:
+        self._planned = planned
+        self._sources = sources
+        self._mapped = mapped
+        self._addresses = [_addresses(source, mapped) for source in sources]
+        self._report = report
         self._lock = threading.Lock()
         self._runs: list[tuple[int, int, int]] = []
         self._count = 0
 
-    def add(self, file: int, at: int) -> None:
+    def item(self, file: int, at: int) -> Tensor | io.BytesIO:
+        source, item = self._sources[file], self._planned[file].items[at]
+        if at in source.data:
+            return io.BytesIO(source.data[at])
+        assert item.dtype is not None
+        numel, stride = item.shape.numel(), source.strides.get(at)
+        if numel == 0:
+            return torch.empty(item.shape, dtype=item.dtype, device="cpu")
+        flat = torch.frombuffer(
+            self._mapped[int(source.numbers[at])],
+            dtype=item.dtype,
+            count=numel if stride is None else span(item.shape, stride),
+            offset=int(source.offsets_nbytes[at]),
+        )
+        return flat.view(item.shape) if stride is None else flat.as_strided(item.shape, stride)
+
+    def addresses(self, file: int, items: range) -> list[int] | None:
+        found: list[int] = self._addresses[file][items.start : items.stop].tolist()
+        return found if all(found) else None
+
+    def written(self, file: int, items: range) -> None:
         with self._lock:
-            first = at
-            if self._runs and self._runs[-1][0] == file and self._runs[-1][2] == at:
+            first = items.start
+            if self._runs and self._runs[-1][0] == file and self._runs[-1][2] == first:
                 _, first, _ = self._runs.pop()
-            self._runs.append((file, first, at + 1))
-            self._count += 1
-            is_due = self._plan[file][at].nbytes >= SMALL_NBYTES or self._count >= _SMALL_AT_ONCE
+            self._runs.append((file, first, items.stop))
+            self._count += len(items)
+            is_due = (
+                self._planned[file].items[items.start].nbytes >= SMALL_NBYTES or self._count >= _SMALL_AT_ONCE
+            )
         if is_due:
             self.flush()
 
     def flush(self) -> None:
+        """Report what was not reported yet."""
         with self._lock:
             runs, self._runs, self._count = self._runs, [], 0
         if runs:
-            self._worker.report(runs)
+            self._report(runs)
+
+
+def _addresses(source: Sources, mapped: Mapping[int, mmap.mmap]) -> npt.NDArray[np.int64]:
+    """Where each item lies in the memory of this process; 0 for one that does not lie there row by row."""
+    begins = np.zeros(max(mapped, default=0) + 1, dtype=np.int64)
+    for number, memory in mapped.items():
+        begins[number] = address_of(memoryview(memory))
+    addresses = begins[source.numbers] + source.offsets_nbytes
+    addresses[[*source.strides, *source.data]] = 0
+    return addresses
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from swapckpt._torch import StorageInfo
 from swapckpt.collector import collector_paused
 from swapckpt.errors import CheckpointNotFoundError, PlanError, StorageError
 from swapckpt.storage import commit
-from swapckpt.storage.datafile import PlannedItem, divided
+from swapckpt.storage.datafile import PlannedFile, divided
 from swapckpt.storage.files import open_files, split_url
 from swapckpt.storage.metadata import VERSION, dump_metadata
 from swapckpt.storage.runner import ThreadRunner
@@ -76,7 +76,7 @@ class _Kept:
     """What a rank keeps of its last save."""
 
     items: Sequence[WriteItem]
-    files: list[list[PlannedItem]]
+    files: list[PlannedFile]
     places: tuple[tuple[tuple[int, int], ...], ...] = ()
     reported_in: str | None = None  # attempt
 
@@ -250,8 +250,8 @@ class SwapStorageWriter(StorageWriter):
             return RankReport(task.rank, sums, None)
         kept.places, kept.reported_in = places, task.attempt.id
         indexed = tuple(
-            tuple((item.item.index, *place) for item, place in zip(items, of_file, strict=True))
-            for items, of_file in zip(kept.files, places, strict=True)
+            tuple((item.item.index, *place) for item, place in zip(planned.items, of_file, strict=True))
+            for planned, of_file in zip(kept.files, places, strict=True)
         )
         return RankReport(task.rank, sums, indexed)
 

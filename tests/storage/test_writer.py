@@ -26,7 +26,7 @@ from swapckpt.errors import (
     ReleasedStorageError,
     StorageError,
 )
-from swapckpt.storage import datafile
+from swapckpt.storage import datafile, runs
 from swapckpt.storage.posix import PosixFiles
 from swapckpt.storage.remote import FsspecFiles
 from swapckpt.storage.writer import SwapStorageWriter
@@ -227,6 +227,7 @@ def test_small_tensors_are_given_up_when_another_thread_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datafile, "FILE_NBYTES", 1 << 10)
+    monkeypatch.setattr(runs, "RUN_NBYTES", 16 << 10)
     resolved = []
 
     class Planner(DefaultSavePlanner):
