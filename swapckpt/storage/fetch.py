@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from swapckpt.storage.manifest import ItemSums
 
 CHUNK_NBYTES = 16 << 20
+CACHED_CHUNK_NBYTES = 1 << 20
+"""What comes from the page cache is checked while the processor's own cache still has it."""
 HEAD_NBYTES = 4096
 """Enough for the header of a tensor as torch writes it by default."""
 LONG_RUN_NBYTES = 64 << 10
@@ -288,14 +290,14 @@ class _Reading:
         if not self._blocks:
             self._direct(start, view)
             return
-        at = start
+        at, chunk_nbytes = start, self._chunk_nbytes(start, len(view))
         while at < end:
             block_start = at - at % self._block_nbytes
             block_end = min(block_start + self._block_nbytes, self._payload.nbytes)
             if at == block_start and block_end <= end:
                 # As many whole blocks as a chunk has.
                 stop = end if end == self._payload.nbytes else end - end % self._block_nbytes
-                stop = min(stop, at + CHUNK_NBYTES)
+                stop = min(stop, at + chunk_nbytes)
                 part = view[at - start : stop - start]
                 self._item.source.read_into(self._payload.start + at, part)
                 self._check_blocks(at, part)
@@ -308,6 +310,13 @@ class _Reading:
                 view[at - start : stop - start] = block[at - block_start : stop - block_start]
                 at = stop
 
+    def _chunk_nbytes(self, start: int, nbytes: int) -> int:
+        """How much to read before it is checked: a multiple of the blocks."""
+        is_cached = nbytes > CACHED_CHUNK_NBYTES and self._item.source.is_cached(
+            self._payload.start + start, nbytes
+        )
+        return CACHED_CHUNK_NBYTES if is_cached else CHUNK_NBYTES
+
     def _check_blocks(self, start: int, view: memoryview) -> None:
         first = start // self._block_nbytes
         for n, at in enumerate(range(0, len(view), self._block_nbytes), start=first):
@@ -317,8 +326,9 @@ class _Reading:
                 )
 
     def _direct(self, start: int, view: memoryview) -> None:
-        for at in range(0, len(view), CHUNK_NBYTES):
-            part = view[at : at + CHUNK_NBYTES]
+        chunk_nbytes = self._chunk_nbytes(start, len(view))
+        for at in range(0, len(view), chunk_nbytes):
+            part = view[at : at + chunk_nbytes]
             self._item.source.read_into(self._payload.start + start + at, part)
             if self._payload.checksum is not None and self._read_to == start + at:
                 self._running = crc32(part, self._running)

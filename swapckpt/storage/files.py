@@ -85,14 +85,14 @@ class ByteSource(Protocol):
             CorruptCheckpointError: The file ends too early.
         """
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        """True when the host has these bytes in memory: many short reads of them take no longer than one."""
+
     def close(self) -> None: ...
 
 
 class FileReader(ByteSource, Protocol):
     """One file."""
-
-    def is_cached(self, offset: int, nbytes: int) -> bool:
-        """True when the host has these bytes in memory: many short reads of them take no longer than one."""
 
 
 class Files(Protocol):

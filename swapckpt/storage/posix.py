@@ -342,10 +342,13 @@ class PosixReader:
     def read_into(self, offset: int, view: memoryview) -> None:
         with explained("reading", self._path), _unreadable(self._path):
             body = 0
-            if self._is_direct(offset, view):
+            # Direct I/O goes to the device, for what the page cache has too.
+            fits = self._direct_descriptor >= 0 and fits_direct(view, offset)
+            is_cached = fits and self.is_cached(offset, len(view))
+            if fits and not is_cached:
                 body = self._read_direct(offset, view[: len(view) - len(view) % ALIGNMENT])
             rest = len(view) - body
-            if rest > ALIGNMENT:
+            if rest > ALIGNMENT and not is_cached:
                 # All of it on its way at once, and nothing more: read-ahead would go on into what lies behind
                 # the part of a tensor that is wanted.
                 os.posix_fadvise(self._descriptor, offset + body, rest, os.POSIX_FADV_WILLNEED)
@@ -353,14 +356,6 @@ class PosixReader:
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
         return self._residency.has(offset, nbytes)
-
-    def _is_direct(self, offset: int, view: memoryview) -> bool:
-        """Direct I/O goes to the device, for what the page cache has too."""
-        return (
-            self._direct_descriptor >= 0
-            and fits_direct(view, offset)
-            and not self.is_cached(offset, len(view))
-        )
 
     def _read_direct(self, offset: int, view: memoryview) -> int:
         """Bytes read; 0 when the file system refuses this one, which is then read through the cache."""

@@ -415,6 +415,9 @@ class _Window:
         at = offset - self._start
         return self._data[at : at + nbytes]
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - all of it is in memory
+        return True
+
     def read_into(self, offset: int, view: memoryview) -> None:
         copy_bytes(self.view(offset, len(view)), view)
 

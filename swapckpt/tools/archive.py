@@ -217,6 +217,9 @@ class _Storage:
             if self._read_to == self.nbytes and self._expected not in {None, self._running}:
                 raise CorruptCheckpointError(f"{self._name} contradicts its checksum.")
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        return self._source.is_cached(self._start + offset, nbytes)
+
     def close(self) -> None: ...
 
 

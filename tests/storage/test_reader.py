@@ -193,6 +193,9 @@ class MemoryReader:
         self.nbytes_read += len(view)
         view[:] = self._data[offset : offset + len(view)]
 
+    def is_cached(self, offset: int, nbytes: int) -> bool:
+        return offset + nbytes <= self.nbytes
+
     def close(self) -> None: ...
 
 
