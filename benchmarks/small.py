@@ -1,8 +1,9 @@
 """Saving and loading 20,000 tensors of 4 KB: our storage beside stock DCP's.
 
 At this size a checkpoint is Python: planning, a record of metadata and an archive for each tensor. "first" is
-a save of a planner and writer that are new; "later" one of a layout that they have saved before. Files are
-durable, and warm when they are loaded.
+a save of a planner and writer that are new; "later" one of a layout that they have saved before; "raw write"
+is direct I/O of the elements alone, which a disk takes as long for at least. Files are durable, and warm when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from benchmarks._harness import Ratio, Timing, finish, interleave, millis, parser, print_load, print_table
-from benchmarks._storage import Mirrors, Saver, load_ours, load_stock
+from benchmarks._storage import Mirrors, Saver, load_ours, load_stock, raw_write
 
 NUM_TENSORS, QUICK_TENSORS = 20_000, 500
 
@@ -31,10 +32,12 @@ def metadata_nbytes(saver: Saver) -> int:
 def measure(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str, Ratio]:
     state = mirrors.state()
     kept, stock = Saver(root / "kept", state), Saver(root / "stock", state)
+    raw = Saver(root / "raw", state)
 
     def make_room() -> None:
         kept.next_folder()
         stock.next_folder()
+        raw.next_folder().parent.mkdir(exist_ok=True)
         Saver(root / "first", state).clear()
 
     timings = interleave(
@@ -42,6 +45,7 @@ def measure(root: Path, mirrors: Mirrors, *, repetitions: int) -> dict[str, Rati
             "first save": lambda: Saver(root / "first", state).ours(),
             "later save": kept.ours,
             "save, stock": stock.stock,
+            "raw write": lambda: raw_write(raw.folder, mirrors.slabs),
         },
         repetitions=repetitions,
         warm_ups=1,

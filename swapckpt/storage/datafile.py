@@ -23,6 +23,7 @@ import torch
 from zlib_ng.zlib_ng import crc32
 
 from swapckpt.errors import PlanError, StorageError
+from swapckpt.storage.files import ALIGNMENT
 from swapckpt.storage.items import Skeleton, is_dense, is_in_order, payload, skeleton
 from swapckpt.storage.manifest import BlockSums, FileSums, ItemSums
 from swapckpt.storage.pieces import Pieces
@@ -40,12 +41,11 @@ if TYPE_CHECKING:
 FILE_NBYTES = 32 << 20
 """Fewer bytes than this per thread are not worth a file of their own."""
 SMALL_NBYTES = 64 << 10
-"""Payloads from this size on start at a multiple of ``FILE_ALIGNMENT`` in the file, for direct I/O."""
-FILE_ALIGNMENT = 4096
+"""Payloads from this size on start at a multiple of ``ALIGNMENT`` in the file, for direct I/O."""
 CHUNK_NBYTES = 16 << 20
 BYTE_ITEM_NBYTES = 2048  # a guess, to divide items before their size is known
 
-_PADDING = bytes(FILE_ALIGNMENT)
+_PADDING = bytes(ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class _Writing:
         return start, frame.nbytes
 
     def _large(self, frame: Skeleton, tensor: Tensor, *, name: str) -> tuple[int, int]:
-        start = self._pad(FILE_ALIGNMENT, before=len(frame.header), room_nbytes=len(frame.header))
+        start = self._pad(ALIGNMENT, before=len(frame.header), room_nbytes=len(frame.header))
         self._pieces.put(frame.header)
         sums = BlockSums(frame.payload_nbytes)
         for view in payload(tensor, name=name):

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+ALIGNMENT = 4096
+"""File offset and length of direct I/O are multiples of this; more than any device asks for."""
 RETRIES = 5
 TRANSIENT_ERRNOS = frozenset(
     {

@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from swapckpt.storage.files import address_of, private_memory
+from swapckpt.storage.files import ALIGNMENT, address_of, private_memory
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -23,7 +23,6 @@ PIECE_NBYTES = 2 << 20
 MAX_PUT_NBYTES = 256 << 10
 MAX_GIVEN = 3
 """Pieces that wait for the device, at most."""
-PAGE_NBYTES = 4096
 
 
 class _Piece:
@@ -102,7 +101,7 @@ class Pieces:
 
     def _give(self) -> None:
         """Append all but the end to the file while this thread goes on."""
-        whole = self._used - (self._position + self._used) % PAGE_NBYTES
+        whole = self._used - (self._position + self._used) % ALIGNMENT
         self._settle(left=MAX_GIVEN - 1)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="swapckpt-append")

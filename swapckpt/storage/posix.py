@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage.files import (
+    ALIGNMENT,
     Entry,
     ThreadMemory,
     address_of,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
     from swapckpt.storage.files import FileReader, FileWriter
 
-ALIGNMENT = 4096
-"""File offset and length of direct I/O are multiples of this; more than any device asks for."""
 MEMORY_ALIGNMENT = 512
 """Memory of direct I/O begins at a multiple of this, as mirrors do. Few devices want more: PosixWriter."""
 BUFFER_NBYTES = 8 << 20

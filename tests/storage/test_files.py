@@ -10,7 +10,7 @@ import pytest
 from swapckpt.errors import CorruptCheckpointError, StorageError
 from swapckpt.storage.files import Files, open_files, read_bytes, split_url
 from swapckpt.storage.posix import BUFFER_NBYTES, PosixFiles
-from tests.storage.pieces import aligned, same, write
+from tests.storage.content import aligned, same, write
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from swapckpt.errors import StorageError
 from swapckpt.storage import pieces as module
-from swapckpt.storage.files import address_of, private_memory
-from swapckpt.storage.pieces import MAX_GIVEN, PAGE_NBYTES, PIECE_NBYTES, Pieces
-from tests.storage.pieces import same
+from swapckpt.storage.files import ALIGNMENT, address_of, private_memory
+from swapckpt.storage.pieces import MAX_GIVEN, PIECE_NBYTES, Pieces
+from tests.storage.content import same
 
 
 class Out:
@@ -44,15 +44,15 @@ def put(pieces: Pieces, data: bytes) -> None:
     pieces.put(data)
 
 
-OPERATIONS = st.tuples(st.sampled_from(["put", "copy", "others"]), st.integers(0, 3 * PAGE_NBYTES))
+OPERATIONS = st.tuples(st.sampled_from(["put", "copy", "others"]), st.integers(0, 3 * ALIGNMENT))
 
 
 @given(operations=st.lists(OPERATIONS, max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_any_sequence_arrives_in_order(operations: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE_NBYTES", 4 * PAGE_NBYTES)
-        patch.setattr(module, "MAX_PUT_NBYTES", 3 * PAGE_NBYTES)
+        patch.setattr(module, "PIECE_NBYTES", 4 * ALIGNMENT)
+        patch.setattr(module, "MAX_PUT_NBYTES", 3 * ALIGNMENT)
         out = Out()
         pieces, expected = Pieces(out), b""
         for number, (operation, nbytes) in enumerate(operations):
@@ -89,8 +89,8 @@ def test_pieces_end_at_pages_of_the_file_and_are_used_again(monkeypatch: pytest.
     pieces.flush()
     pieces.close()
     assert same(bytes(out.data), b"".join(expected))
-    assert all(nbytes % PAGE_NBYTES == 0 for nbytes in out.lengths[:-1])
-    assert min(out.lengths[:-1]) >= PIECE_NBYTES - PAGE_NBYTES
+    assert all(nbytes % ALIGNMENT == 0 for nbytes in out.lengths[:-1])
+    assert min(out.lengths[:-1]) >= PIECE_NBYTES - ALIGNMENT
     assert 1 < len(made) <= MAX_GIVEN + 1
 
 

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from swapckpt.storage import posix
-from swapckpt.storage.files import address_of, read_bytes
-from swapckpt.storage.posix import ALIGNMENT, MIN_DIRECT_NBYTES, PosixFiles
-from tests.storage.pieces import aligned, read_into, same, write
+from swapckpt.storage.files import ALIGNMENT, address_of, read_bytes
+from swapckpt.storage.posix import MIN_DIRECT_NBYTES, PosixFiles
+from tests.storage.content import aligned, read_into, same, write
 
 
 def is_cached(path: Path) -> bool:

@@ -37,6 +37,7 @@ from swapckpt.storage.verification import verify as problems_of
 from tests.storage.stores import HookedFiles, equal, load, save, stock_load, stock_save, unwrapped, zeroed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -332,6 +333,21 @@ def test_a_flipped_bit_in_another_part_does_not_matter(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"block .* of .* contradicts"):
         load({"w": torch.zeros(4000, 1000)}, tmp_path / "x")
     assert not load({"w": torch.zeros(4000, 1000)}, tmp_path / "x", verify=False)["w"].equal(tensor)
+
+
+@pytest.mark.parametrize("saver", [save, stock_save])
+def test_every_part_of_what_the_page_cache_has_is_checked(
+    tmp_path: Path, saver: Callable[[dict[str, Any], Path], None]
+) -> None:
+    tensor = torch.arange(1_000_000.0)
+    saver({"w": tensor}, tmp_path / "x")
+    path, start = tmp_path / "x" / "__0_0.distcp", place_of(tmp_path / "x", "w").offset
+    assert load({"w": torch.zeros(1_000_000)}, tmp_path / "x")["w"].equal(tensor)
+    for at in (start + 2000, start + (1 << 20) + 2000, start + (3 << 20)):
+        flip(path, at)  # writes all of the file: the cache has it
+        with pytest.raises(CorruptCheckpointError, match="contradicts"):
+            load({"w": torch.zeros(1_000_000)}, tmp_path / "x")
+        flip(path, at)
 
 
 def test_nothing_is_checked_where_that_is_not_wanted(saved: Path) -> None:

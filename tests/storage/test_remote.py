@@ -15,7 +15,7 @@ from swapckpt.errors import StorageError
 from swapckpt.storage.files import is_transient, open_files, read_bytes, retried
 from swapckpt.storage.posix import BUFFER_NBYTES
 from swapckpt.storage.remote import FsspecFiles
-from tests.storage.pieces import aligned
+from tests.storage.content import aligned
 
 # -------------------------------------------------------------------------------------- object stores
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from swapckpt.errors import PlanError, ReleasedStorageError
 from swapckpt.storage import runs as module
 from swapckpt.storage.items import skeleton
 from swapckpt.storage.runs import ITEM_ALIGNMENT, Run, runs
-from tests.storage.stores import equal, save, stock_load, zeroed
+from swapckpt.storage.writer import SwapStorageWriter
+from tests.storage.content import same
+from tests.storage.stores import equal, save, stock_load, unwrapped, zeroed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
+    from torch.distributed.checkpoint.planner import WriteItem
 
 FORMS = [
     (torch.float32, (1024,)),
@@ -73,7 +80,8 @@ def test_runs_write_what_single_items_write(
         patch.setattr(module, "MIN_ALIKE", 1)
         as_runs = written(state, root / "runs")
         patch.setattr(module, "MIN_ALIKE", 1_000)
-        assert as_runs == written(state, root / "singles")
+        are_same = as_runs == written(state, root / "singles")
+    assert are_same  # pytest would compute the difference for minutes
     plain = {name: each.resolve_conj() for name, each in state.items()}
     assert equal(stock_load(zeroed(plain), root / "runs"), plain)
 
@@ -92,7 +100,7 @@ def test_checksums_are_those_of_the_bytes(payloads: list[bytes]) -> None:
     ):
         item = bytes(memory[start : start + frame.nbytes])
         head = len(frame.header)
-        assert item == frame.header + payload + frame.footer_with(crc32(payload))
+        assert same(item, frame.header + payload + frame.footer_with(crc32(payload)))
         assert of_payload == crc32(payload)
         assert of_frame == crc32(item[:head] + item[head + 4 :])
         assert not any(memory[start + frame.nbytes : start + frame.nbytes + -frame.nbytes % ITEM_ALIGNMENT])
@@ -130,3 +138,25 @@ def test_memory_may_change_when_a_run_was_copied(tmp_path: Path) -> None:
     save(state, tmp_path / "step-1", on_written=overwrite)
     assert seen == [each.data_ptr() for each in state.values()]
     assert equal(stock_load(zeroed(expected), tmp_path / "step-1"), expected)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.double(), lambda t: t[:-1]], ids=["dtype", "shape"])
+def test_one_of_many_that_is_not_what_was_planned_is_named(
+    tmp_path: Path, change: Callable[[Tensor], Tensor]
+) -> None:
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            data = super().resolve_data(write_item)
+            return change(data) if write_item.index.fqn == "t7" else data
+
+    state = {f"t{number}": torch.ones(16) for number in range(20)}
+    with pytest.raises(PlanError, match="t7: planned as"), unwrapped():
+        dcp_save(state, storage_writer=SwapStorageWriter(tmp_path / "x"), planner=Planner())
+
+
+@pytest.mark.parametrize("left_nbytes", [0, 32])
+def test_one_of_many_whose_storage_was_released_is_named(tmp_path: Path, left_nbytes: int) -> None:
+    state = {f"t{number}": torch.ones(16) for number in range(20)}
+    state["t7"].untyped_storage().resize_(left_nbytes)
+    with pytest.raises(ReleasedStorageError, match=f"t7: .* of 64 bytes has a storage of {left_nbytes}"):
+        save(state, tmp_path / "x")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swapckpt.storage.posix import ALIGNMENT
+from swapckpt.storage.files import ALIGNMENT
 
 if TYPE_CHECKING:
     from swapckpt.storage.files import Files
