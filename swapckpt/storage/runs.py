@@ -35,24 +35,31 @@ MIN_ALIKE = 8
 _UNIT = np.dtype(f"V{ITEM_ALIGNMENT}")
 
 
+class _Form:
+    """What all items of one frame have in common. Shared by runs: it is as long as an item."""
+
+    def __init__(self, frame: Skeleton) -> None:
+        image = frame.header + bytes(frame.payload_nbytes) + frame.footer_with(0)
+        self.image = np.frombuffer(image + bytes(-len(image) % ITEM_ALIGNMENT), dtype=_UNIT)
+        before, between, _ = frame.footer
+        first = len(frame.header) + frame.payload_nbytes + len(before)
+        self.checksums = np.array([[first], [first + 4 + len(between)]]) + np.arange(4)  # their bytes
+        self.empty, self.tables = _tables(frame)
+
+
 class _Frames:
     """The items of a run that have one frame."""
 
-    def __init__(self, frame: Skeleton, members: Sequence[int], starts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, form: _Form, members: Sequence[int], starts: npt.NDArray[np.int64]) -> None:
+        self._form = form
         self.members = np.array(members)  # their numbers in the run
-        image = frame.header + bytes(frame.payload_nbytes) + frame.footer_with(0)
-        padded = image + bytes(-len(image) % ITEM_ALIGNMENT)
-        self._image = np.frombuffer(padded, dtype=_UNIT)
         self._starts = starts[self.members]
-        before, between, _ = frame.footer
-        first = len(frame.header) + frame.payload_nbytes + len(before)
-        self._checksums = np.array([[first], [first + 4 + len(between)]]) + np.arange(4)  # in an item
-        self._tables = _tables(frame)
 
     def put(self, memory: npt.NDArray[np.uint8]) -> None:
         """Frames around nothing yet, and the zeros between them."""
-        units = self._starts[:, None] // ITEM_ALIGNMENT + np.arange(len(self._image))
-        memory.view(_UNIT)[units] = self._image
+        image = self._form.image
+        units = self._starts[:, None] // ITEM_ALIGNMENT + np.arange(len(image))
+        memory.view(_UNIT)[units] = image
 
     def seal(
         self, memory: npt.NDArray[np.uint8], checksums: npt.NDArray[np.uint32]
@@ -64,10 +71,9 @@ class _Frames:
             checksums: Of all items of the run.
         """
         columns = checksums[self.members].astype("<u4").view(np.uint8).reshape(-1, 4)
-        memory[self._starts[:, None, None] + self._checksums] = columns[:, None, :]
-        start, tables = self._tables
-        of_frames = np.full(len(columns), start, dtype=np.uint32)
-        for table, column in zip(tables, columns.T, strict=True):
+        memory[self._starts[:, None, None] + self._form.checksums] = columns[:, None, :]
+        of_frames = np.full(len(columns), self._form.empty, dtype=np.uint32)
+        for table, column in zip(self._form.tables, columns.T, strict=True):
             of_frames ^= table[column]
         return of_frames
 
@@ -98,9 +104,10 @@ class Run:
 
     Args:
         frames: Of each item; all have elements.
+        forms: Of the frames that other runs have too; added to.
     """
 
-    def __init__(self, frames: Sequence[Skeleton]) -> None:
+    def __init__(self, frames: Sequence[Skeleton], forms: dict[Skeleton, _Form]) -> None:
         lengths = np.array([frame.nbytes for frame in frames], dtype=np.int64)
         ends = np.cumsum(lengths + -lengths % ITEM_ALIGNMENT)
         self.starts: npt.NDArray[np.int64] = np.concatenate(([0], ends[:-1]))
@@ -112,7 +119,9 @@ class Run:
         members: dict[Skeleton, list[int]] = {}
         for number, frame in enumerate(frames):
             members.setdefault(frame, []).append(number)
-        self._kinds = [_Frames(frame, each, self.starts) for frame, each in members.items()]
+        for frame in members.keys() - forms.keys():
+            forms[frame] = _Form(frame)
+        self._kinds = [_Frames(forms[frame], each, self.starts) for frame, each in members.items()]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -170,11 +179,12 @@ def runs(frames: Sequence[Skeleton | None]) -> Iterator[Run | int]:
     Args:
         frames: Of each item; None for one that belongs to no run.
     """
+    forms: dict[Skeleton, _Form] = {}
     first = 0
     while first < len(frames):
         members = _next(frames, first)
         if len(members) >= MIN_ALIKE * len(set(members)) > 0:
-            yield Run(members)
+            yield Run(members, forms)
             first += len(members)
         else:
             yield from range(first, first + max(1, len(members)))

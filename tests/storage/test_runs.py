@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -91,7 +92,7 @@ def test_runs_write_what_single_items_write(
 def test_checksums_are_those_of_the_bytes(payloads: list[bytes]) -> None:
     frame = skeleton(torch.float32, (1,))
     assert frame is not None
-    run = Run([frame] * len(payloads))
+    run = Run([frame] * len(payloads), {})
     memory = bytearray(b"\xff" * run.room_nbytes)
     sources = [ctypes.create_string_buffer(payload, 4) for payload in payloads]
     found = run.fill(memoryview(memory), [ctypes.addressof(source) for source in sources])
@@ -119,6 +120,14 @@ def test_runs_take_what_is_alike_and_leave_the_rest() -> None:
     assert all(part.room_nbytes <= module.RUN_NBYTES for part in parts)
     assert len(parts) == -(-len(many) // len(parts[0])) > 1
     assert list(runs([])) == []
+
+
+def test_what_runs_have_in_common_they_share() -> None:
+    """It is as long as an item: one for each run would add percents of the state to the host's memory."""
+    frame = skeleton(torch.float32, (15_000,))
+    parts = list(runs([frame] * 1_000))
+    assert len(parts) > 20
+    assert len(pickle.dumps(parts)) < 400_000  # as a writer process gets them
 
 
 def test_an_item_that_is_longer_than_a_run_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
