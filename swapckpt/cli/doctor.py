@@ -22,7 +22,7 @@ _INDENT = 27
 
 def doctor(
     folder: Annotated[
-        str | None, typer.Argument(metavar="[FOLDER]", help="Where checkpoints go: a path or URL.")
+        str | None, typer.Argument(metavar="FOLDER", help="Where checkpoints go: a path or URL.")
     ] = None,
     *,
     as_json: AsJson = False,

@@ -105,6 +105,17 @@ def test_prune_only_says_what_it_would_do(cli: Cli, runs: Path) -> None:
     assert (runs / "step-10").exists()
 
 
+def test_prune_says_what_it_leaves_because_a_save_may_be_going_on(cli: Cli, runs: Path) -> None:
+    lines = cli("prune", str(runs), "--keep-latest", "1", "--yes").stdout.splitlines()
+    assert lines[-3] == "left, changed in the last 3600 s, perhaps by a save that goes on:"
+    assert lines[-2] == "  step-40"
+    assert (runs / "step-40").exists()
+    record = json.loads(cli("prune", str(runs), "--json").stdout)
+    assert ([each["path"] for each in record["left"]], record["removals"]) == (["step-40"], [])
+    assert "left" not in cli("prune", str(runs), "--min-age-secs", "0", "--yes").stdout
+    assert not (runs / "step-40").exists()
+
+
 def test_prune_removes_with_yes_and_says_how_much(cli: Cli, runs: Path) -> None:
     nbytes = sum(path.stat().st_size for path in (runs / "step-10").iterdir())
     result = cli("prune", str(runs), "--keep-latest", "1", "--yes", "--json")
