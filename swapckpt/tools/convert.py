@@ -88,6 +88,8 @@ def convert(
         )
     kept = _Without(content, set(dropped)) if dropped else content
     if form is Format.CHECKPOINT:
+        if not overwrite and kind_of(target) is Kind.CHECKPOINT:  # before planning, in words of this tool
+            raise CheckpointExistsError(f"{target} is a checkpoint; --overwrite replaces it.")
         dcp_writer.write(kept, target, overwrite=overwrite, on_progress=on_progress)
     else:
         write = {Format.TORCH: archive_writer.write, Format.SAFETENSORS: safetensors.write}[form]

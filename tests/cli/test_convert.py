@@ -239,6 +239,7 @@ def test_nothing_is_replaced_unless_it_is_asked_for(cli: Cli, tmp_path: Path) ->
         save(state(1), tmp_path / "other", overwrite=True)
         refused = cli("convert", str(tmp_path / "other"), str(target))
         assert (refused.code, refused.stdout) == (2, "")
+        assert refused.stderr.endswith("; --overwrite replaces it.\n")
         assert cli("diff", str(tmp_path / "step-1"), str(target)).code == 0
         convert(cli, tmp_path / "other", target, "--overwrite")
         assert cli("diff", str(tmp_path / "other"), str(target)).code == 0
