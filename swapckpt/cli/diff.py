@@ -82,7 +82,7 @@ def _print(a: Content, b: Content, found: Comparison, *, shown: int | None) -> N
     say(f"A: {a.where}")
     say(f"B: {b.where}")
     for each in found.differences[:shown]:
-        for line in entry(each.fqn, _described(each)):
+        for line in entry(each.fqn, *_described(each)):
             say(line)
     left = len(found.differences) - len(found.differences[:shown])
     if left:
@@ -90,12 +90,12 @@ def _print(a: Content, b: Content, found: Comparison, *, shown: int | None) -> N
     say(f"{plural(len(found.differences), 'difference')}; the same: {same}", style="red")
 
 
-def _described(each: Difference) -> str:
+def _described(each: Difference) -> list[str]:
     if each.kind is Kind.ELEMENTS:
         text = f"{each.a}, {each.num_differing:,} of {each.numel:,} elements differ"
         if each.max_abs is not None:
             text += f", by at most {each.max_abs:.3g}"
-        return f"{text}, {each.num_nan:,} of them NaN" if each.num_nan else text
+        return [f"{text}, {each.num_nan:,} of them NaN" if each.num_nan else text]
     if each.kind in {Kind.ONLY_IN_A, Kind.ONLY_IN_B}:
-        return f"{each.kind.value}: {each.a or each.b}"
-    return f"{each.a} in A, {each.b} in B"
+        return [f"{each.kind.value}: {each.a or each.b}"]
+    return [f"{each.a} in A", f"{each.b} in B"]

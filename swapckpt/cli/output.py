@@ -46,10 +46,10 @@ def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(
     ]
 
 
-def entry(name: str, detail: str) -> list[str]:
-    """A name and what there is to say about it: on one line where that fits."""
-    line = f"  {name}: {detail}"
-    return [line] if len(line) <= WIDTH else [f"  {name}:", f"      {detail}"]
+def entry(name: str, *details: str) -> list[str]:
+    """A name and what there is to say about it: on one line where that fits, else one for each."""
+    line = f"  {name}: {', '.join(details)}"
+    return [line] if len(line) <= WIDTH else [f"  {name}:", *(f"      {detail}" for detail in details)]
 
 
 def plural(count: int, noun: str) -> str:

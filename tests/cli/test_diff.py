@@ -65,6 +65,7 @@ def test_every_kind_of_difference(cli: Cli, tmp_path: Path) -> None:
         "values": torch.arange(6.0),
         "lr": 0.1,
         "list": [1, 2],
+        "long": ["a" * 200],
     }
     b: dict[str, Any] = {
         "both": torch.ones(3),
@@ -74,11 +75,13 @@ def test_every_kind_of_difference(cli: Cli, tmp_path: Path) -> None:
         "values": torch.tensor([0.0, 1.0, 2.5, 3.0, 4.0, 1.0]),
         "lr": 0.2,
         "list": [1, 2],
+        "long": ["b" * 200],
         "only_b": 7,
     }
     save(a, tmp_path / "a")
     save(b, tmp_path / "b")
     found = differences(cli, tmp_path / "a", tmp_path / "b")
+    long = found.pop("long")
     assert {fqn: (each["kind"], each["a"], each["b"]) for fqn, each in found.items()} == {
         "only_a": ("only in A", "float32 [2]", ""),
         "only_b": ("only in B", "", "7"),
@@ -92,7 +95,10 @@ def test_every_kind_of_difference(cli: Cli, tmp_path: Path) -> None:
     assert (values["numel"], values["num_differing"], values["num_nan"], values["max_abs"]) == (6, 2, 0, 4.0)
     text = cli("diff", str(tmp_path / "a"), str(tmp_path / "b")).stdout
     assert "  values: float32 [6], 2 of 6 elements differ, by at most 4\n" in text
-    assert text.endswith("7 differences; the same: 1 tensor and 1 value\n")
+    assert f"  long:\n      {long['a']} in A\n      {long['b']} in B\n" in text
+    assert "  lr: 0.1 in A, 0.2 in B\n" in text
+    assert max(map(len, text.splitlines()[2:])) <= 80  # the first two are paths
+    assert text.endswith("8 differences; the same: 1 tensor and 1 value\n")
 
 
 @pytest.mark.parametrize(
