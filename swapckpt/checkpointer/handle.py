@@ -67,6 +67,15 @@ class SaveHandle:
         assert self._stats is not None
         return self._stats
 
+    def __repr__(self) -> str:
+        if not self.done():
+            how = "under way"
+        elif self._error is None:
+            how = "committed"
+        else:
+            how = f"failed: {type(self._error).__name__}"
+        return f"SaveHandle(step={self.step}, {how})"
+
     # ---------------------------------------------------------------- for the checkpointer
 
     def run(self, work: Callable[[], SaveStats]) -> None:

@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -46,7 +47,7 @@ from swapckpt.storage import SwapStorageWriter, committed_steps, open_files, ref
 from swapckpt.storage.process import ProcessRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import BuiltinFunctionType, FunctionType, TracebackType
 
     from torch import Tensor
@@ -123,6 +124,7 @@ class Checkpointer:
         self._is_stepping = False
         self._handle: SaveHandle | None = None
         self._is_closed = False
+        self._inside = threading.Lock()  # save() or load()
         self._pid = os.getpid()
         has_accelerator = torch.accelerator.is_available()
         self._device_index = torch.accelerator.current_device_index() if has_accelerator else None
@@ -168,10 +170,15 @@ class Checkpointer:
             StateFailedError: A step failed midway: there is no state to save.
             CheckpointError: An earlier save failed and a rank has not asked for its result; or ranks save
                 different steps. This one was not begun, on any rank.
+            PhaseError: Another thread is inside ``save`` or ``load``.
         """
         require_int("step", step, minimum=0)
         require_bool("overwrite", overwrite)
         self._require_open("save")
+        with self._entered("save"):
+            return self._save(step, overwrite=overwrite)
+
+    def _save(self, step: int, *, overwrite: bool) -> SaveHandle:
         begin = time.perf_counter()
         is_async = self.config.async_mode is not AsyncMode.DISABLED
         state_dict: dict[str, object] = {}
@@ -396,6 +403,19 @@ class Checkpointer:
                 "parent's. Make a new one here, or start the process with spawn."
             )
 
+    @contextmanager
+    def _entered(self, action: str) -> Iterator[None]:
+        """Two threads in here would wait for each other's ranks, and take each other's plans."""
+        if not self._inside.acquire(blocking=False):
+            raise PhaseError(
+                f"Cannot {action}: another thread is inside save() or load() of this Checkpointer, or a "
+                "state that is being saved or loaded calls it. Call both from the thread that trains."
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
+
     def __enter__(self) -> Checkpointer:  # noqa: PYI034 - typing.Self is not in Python 3.10
         self._require_open("enter")
         return self
@@ -442,8 +462,13 @@ class Checkpointer:
                 load another one. A later save of this step replaces it.
             ConfigError: The folder is a checkpoint itself.
             UnsafePickleError: It asks for code.
+            PhaseError: Another thread is inside ``save`` or ``load``.
         """
         self._require_open("load")
+        with self._entered("load"):
+            return self._load(step, allow_partial=allow_partial, allow_cast=allow_cast, fallback=fallback)
+
+    def _load(self, step: int | None, *, allow_partial: bool, allow_cast: bool, fallback: bool) -> int | None:
         asked = (step, allow_partial, allow_cast, fallback)
         self._ranks.agree("Loading", asked)
         if self._handle is not None:

@@ -273,9 +273,10 @@ def _retired(
     if keep_latest is None:
         return []
     steps = [info for info in checkpoints if info.step is not None]
+    reason = "older than the newest" if keep_latest == 1 else f"older than the {keep_latest} newest"
     complete = [info for info in steps if info.state is CheckpointState.COMPLETE]
     return [
-        Removal(info.folder, info.nbytes, f"older than the {keep_latest} newest")
+        Removal(info.folder, info.nbytes, reason)
         for info in complete[:-keep_latest]
         if keep_every is None or info.step is None or info.step % keep_every
     ]

@@ -14,6 +14,7 @@ from swapckpt.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
+    PhaseError,
     StateFailedError,
     StepError,
     StorageError,
@@ -267,3 +268,46 @@ def test_an_interrupt_of_a_disabled_save_stays_an_interrupt(tmp_path: Path, oper
             checkpointer.save(1)
         assert checkpointer.steps() == []
         checkpointer.save(1)
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_second_thread_is_refused_while_one_is_inside(tmp_path: Path, mode: str) -> None:
+    """It would take the plan of the first, and fail in ways that nobody understands."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def state_dict(self) -> dict[str, object]:
+            inside.set()
+            assert go_on.wait(20)
+            return {"n": 1}
+
+        def load_state_dict(self, state_dict: dict[str, object]) -> None:
+            assert state_dict == {"n": 1}
+
+    config = swapckpt.CheckpointConfig(async_mode=mode)
+    with swapckpt.Checkpointer(tmp_path, {"slow": Slow()}, config) as checkpointer:
+        first = threading.Thread(target=lambda: checkpointer.save(1))
+        first.start()
+        assert inside.wait(20)
+        for call in (lambda: checkpointer.save(2), checkpointer.load):
+            with pytest.raises(PhaseError, match=r"another thread is inside save\(\) or load\(\)"):
+                call()
+        go_on.set()
+        first.join()
+        checkpointer.save(3).result()
+        assert checkpointer.steps() == [1, 3]
+        assert checkpointer.load() == 3
+
+
+def test_a_handle_says_how_far_its_save_is(tmp_path: Path) -> None:
+    gate = Gate("append")
+    with hooked(gate), swapckpt.Checkpointer(tmp_path, Job.build().states, ASYNC) as checkpointer:
+        with gate.closed():
+            handle = checkpointer.save(1)
+            assert repr(handle) == "SaveHandle(step=1, under way)"
+        handle.result()
+        assert repr(handle) == "SaveHandle(step=1, committed)"
+    checkpointer, handle = failing_save(tmp_path / "full")
+    with pytest.raises(StorageError), checkpointer:
+        handle.wait()
+    assert repr(handle) == "SaveHandle(step=1, failed: StorageError)"
