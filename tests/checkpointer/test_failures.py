@@ -188,6 +188,27 @@ def test_a_load_that_fails_leaves_failed_until_another_succeeds(tmp_path: Path) 
         assert not differing(job.contents(), history()[1])
 
 
+class Unrestorable:
+    """Is restored behind the optimizer, and cannot be."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        msg = "no"
+        raise ValueError(msg)
+
+
+def test_a_load_whose_last_part_fails_leaves_failed_what_had_been_restored(tmp_path: Path) -> None:
+    job = Job.build()
+    with swapckpt.Checkpointer(tmp_path, {**job.states, "zz": Unrestorable()}, ASYNC) as checkpointer:
+        checkpointer.save(1).wait()
+        with pytest.raises(CheckpointError, match=r"states\['zz'\] failed: ValueError: no"):
+            checkpointer.load()
+        with pytest.raises(StateFailedError):
+            job.optimizer.step()
+
+
 # ------------------------------------------------------------------------------------------ captures, staging
 
 

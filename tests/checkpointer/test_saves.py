@@ -29,6 +29,7 @@ from tests.checkpointer.jobs import (
     Failing,
     Gate,
     Job,
+    Net,
     differing,
     history,
     hooked,
@@ -110,6 +111,19 @@ def test_c1_five_saves_back_to_back_with_steps_until_each_ends(
     assert not differing(job.contents(), plain.contents())
 
 
+def test_c1_a_step_waits_for_what_is_not_written_yet_and_for_nothing_else(tmp_path: Path) -> None:
+    job, gate = Job.build(replace(SWAP, spare_nbytes=0, timeout_secs=20)), Gate("close")
+    with hooked(gate), swapckpt.Checkpointer(tmp_path, job.states, ASYNC) as checkpointer:
+        job.step(1)
+        with gate.closed():  # all is written, and no file is closed
+            handle = checkpointer.save(1)
+            assert gate.arrived.wait(60)
+            job.step(2)
+            assert not handle.done()
+        handle.wait()
+    assert not differing(loaded(tmp_path)[1].contents(), history()[1])
+
+
 def test_c20_buffers_hold_the_step_when_the_next_forward_comes_at_once(tmp_path: Path) -> None:
     job, gate = Job.build(), Gate()
     with hooked(gate), swapckpt.Checkpointer(tmp_path, job.states, ASYNC) as checkpointer:
@@ -123,6 +137,23 @@ def test_c20_buffers_hold_the_step_when_the_next_forward_comes_at_once(tmp_path:
     _, resumed = loaded(tmp_path)
     assert torch.equal(resumed.model.norm.running_mean, before)
     assert resumed.model.norm.num_batches_tracked == 1
+
+
+def test_c20_large_buffers_are_copied_before_save_returns(tmp_path: Path) -> None:
+    """They do not wait for a thread as parameters do, which nothing changes before the next step."""
+
+    def with_average() -> Job:
+        model = Net()
+        model.register_buffer("average", torch.zeros(4 << 20))
+        return Job.build(model=model)
+
+    job, resumed = with_average(), with_average()
+    with swapckpt.Checkpointer(tmp_path, job.states, ASYNC) as checkpointer:
+        checkpointer.save(1)
+        job.model.average.add_(1)
+    with swapckpt.Checkpointer(tmp_path, resumed.states, ASYNC) as checkpointer:
+        checkpointer.load()
+    assert not resumed.model.average.any()
 
 
 def test_values_and_settings_changed_right_after_save_do_not_reach_the_file(tmp_path: Path) -> None:

@@ -211,6 +211,15 @@ class Checkpoints(RuleBasedStateMachine):
         if kind == lose_metadata.__name__:
             self.lost.add(step)
 
+    @rule(kind=st.sampled_from(sorted(DAMAGES)))
+    @precondition(lambda self: self.pending is None and len(self.committed.keys() - self.damaged) > 1)
+    def fall_back_and_come_again(self, kind: str) -> None:
+        """What others do one by one, and by chance too seldom in this order."""
+        step = max(self.committed.keys() - self.damaged)
+        self.damage_newest(kind)
+        self.load(None, fallback=True)
+        self.save(step, overwrite=False)
+
     @rule(data=st.data(), is_new_job=st.booleans())
     def reopen(self, data: st.DataObject, is_new_job: bool) -> None:
         with self._raises_what_nobody_has_read():

@@ -16,10 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import swapckpt
+from swapckpt.checkpointer.parts import part_for
 from swapckpt.errors import CheckpointError, CorruptCheckpointError, SchemaError, UnsafePickleError
 from swapckpt.storage.encoding import encoded
 from swapckpt.storage.values import ALLOWED, load_item
-from tests.checkpointer.jobs import ASYNC, MODES, SYNC
+from tests.checkpointer.jobs import ASYNC, MODES, SYNC, Job
 from tests.storage.stores import unwrapped
 
 if TYPE_CHECKING:
@@ -96,6 +97,27 @@ def test_values_keep_their_keys_and_kinds(
     assert kinds(found["s"].content) == kinds(found["p"].value) == kinds(value)
     if fresh != "empty":  # a mapping of the user's stays the one it is
         assert kinds(found["v"]) == kinds(value)
+
+
+def test_a_mapping_has_what_was_saved_and_on_request_keeps_the_rest(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"v": {"a": 1}, "c": Counter(a=3)}
+    fresh = {"v": {"e": {}, "a": 0}, "c": Counter(a=5)}
+    assert through(tmp_path / "1", saved, copy.deepcopy(fresh)) == saved
+    partly = through(tmp_path / "2", saved, fresh, allow_partial=True)
+    assert partly == {"v": {"e": {}, "a": 1}, "c": Counter(a=3)}
+
+
+def test_a_name_that_another_one_begins_with(tmp_path: Path) -> None:
+    found = through(tmp_path, {"a": {"n": 1}, "ab": {"n": 2}}, {"a": {}, "ab": {}})
+    assert found == {"a": {"n": 1}, "ab": {"n": 2}}
+
+
+def test_a_rank_reads_its_own_and_not_those_whose_number_begins_like_it() -> None:
+    part = part_for("p", {"p": swapckpt.PerRank(1)})
+    assert [key for key in ("p.rank-0", "p.rank-0.x", "p.rank-01", "p.rank-1") if part.is_read(key)] == [
+        "p.rank-0",
+        "p.rank-0.x",
+    ]
 
 
 def test_arrays_come_back_writable_and_stock_torch_reads_them(tmp_path: Path) -> None:
@@ -229,6 +251,13 @@ def test_a_state_that_raises_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state_dict\(\) of states\['mine'\] failed: ValueError: boom"):
         checkpointer.save(2)
 
+    def refuse() -> Any:
+        raise SchemaError("by itself")
+
+    owner.state_dict = refuse  # type: ignore[method-assign]
+    with pytest.raises(SchemaError, match=r"^by itself$"):  # which says what it means
+        checkpointer.save(2)
+
 
 # ------------------------------------------------------------------------- what the list now lets through
 
@@ -281,21 +310,45 @@ def test_a_state_that_only_the_checkpoint_has_does_not_fit(tmp_path: Path) -> No
 # ---------------------------------------------------------------------------------- state that was not saved
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("partial", [False, True])
 def test_parameters_without_saved_state_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, partial: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, partial: bool, flat: bool
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.ones(4)).sum().backward()
     optimizer.step()
-    states: dict[str, Any] = {"o": swapckpt.StateManager(model, optimizer)}
+    states: dict[str, Any] = {"o": swapckpt.StateManager(model, optimizer, flat=flat)}
     saved = states["o"].state_dict()
-    state = {name: each for name, each in saved["state"].items() if name.startswith("0.")}
-    dcp.save({"o": {**saved, "state": state}}, checkpoint_id=tmp_path / "step-1")
+    if flat:
+        saved = {key: each for key, each in saved.items() if not key.startswith("state.1.")}
+    else:
+        state = {name: each for name, each in saved["state"].items() if name.startswith("0.")}
+        saved = {**saved, "state": state}
+    dcp.save({"o": saved}, checkpoint_id=tmp_path / "step-1")
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    before = optimizer.state[model[1].weight]["exp_avg"].clone()
     with swapckpt.Checkpointer(tmp_path, states, SYNC) as checkpointer:
         checkpointer.load(allow_partial=partial)
+    after = optimizer.state[model[1].weight].get("exp_avg", torch.zeros(4, 4))
+    assert before.any()
+    assert torch.equal(after, before if partial else torch.zeros(4, 4))
     assert "no optimizer state of 2 parameters (o.state.1.bias, o.state.1.weight)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "flat", [False, pytest.param(True, marks=pytest.mark.xfail(reason="KeyError: state"))]
+)
+def test_a_checkpoint_without_any_optimizer_does_not_fit(tmp_path: Path, flat: bool) -> None:
+    job = Job.build(flat=flat)
+    with swapckpt.Checkpointer(tmp_path, {"model": job.model}, SYNC) as checkpointer:
+        checkpointer.save(1)
+    with swapckpt.Checkpointer(tmp_path, job.states, SYNC) as checkpointer:
+        with pytest.raises(SchemaError, match=r"optimizer\..*missing"):
+            checkpointer.load()
+        assert checkpointer.load(allow_partial=True) == 1
 
 
 # ------------------------------------------------------------------------------------------ inference mode
