@@ -146,8 +146,8 @@ class ManagerPart(Part):
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         saved = {key for key in metadata.state_dict_metadata if key.startswith(f"{self.name}.")}
         kinds = {str(path[1]) for key in saved if len(path := paths.get(key, ())) > 1}
-        is_flat = bool(kinds) and kinds.isdisjoint({"state", "param_groups"})
-        tree = self.manager.state_dict(flat=is_flat if kinds else None)
+        is_flat = kinds.isdisjoint({"state", "param_groups"}) if kinds else self.manager.flat
+        tree = self.manager.state_dict(flat=is_flat)
         created = {key.rpartition(".")[0] for key in saved}
         wanted = (
             {self._owner(key) for key in tree if key.startswith("state.")}

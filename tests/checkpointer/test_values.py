@@ -338,9 +338,7 @@ def test_parameters_without_saved_state_are_named(
     assert "no optimizer state of 2 parameters (o.state.1.bias, o.state.1.weight)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "flat", [False, pytest.param(True, marks=pytest.mark.xfail(reason="KeyError: state"))]
-)
+@pytest.mark.parametrize("flat", [False, True])
 def test_a_checkpoint_without_any_optimizer_does_not_fit(tmp_path: Path, flat: bool) -> None:
     job = Job.build(flat=flat)
     with swapckpt.Checkpointer(tmp_path, {"model": job.model}, SYNC) as checkpointer:
