@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from zlib_ng.zlib_ng import crc32
 
 if TYPE_CHECKING:
@@ -54,12 +55,18 @@ class _Frames:
         self._form = form
         self.members = np.array(members)  # their numbers in the run
         self._starts = starts[self.members]
+        gaps = np.diff(self._starts)
+        self._step = int(gaps[0]) if len(gaps) and bool((gaps == gaps[0]).all()) else None
 
     def put(self, memory: npt.NDArray[np.uint8]) -> None:
         """Frames around nothing yet, and the zeros between them."""
-        image = self._form.image
-        units = self._starts[:, None] // ITEM_ALIGNMENT + np.arange(len(image))
-        memory.view(_UNIT)[units] = image
+        units, image = memory.view(_UNIT), self._form.image
+        if self._step is not None:  # several times as fast as by index
+            strides = (self._step, ITEM_ALIGNMENT)
+            rows = units[self._starts[0] // ITEM_ALIGNMENT :]
+            as_strided(rows, (len(self._starts), len(image)), strides)[:] = image
+        else:
+            units[self._starts[:, None] // ITEM_ALIGNMENT + np.arange(len(image))] = image
 
     def seal(
         self, memory: npt.NDArray[np.uint8], checksums: npt.NDArray[np.uint32]
@@ -116,6 +123,8 @@ class Run:
         self._headers = np.array([len(frame.header) for frame in frames], dtype=np.int64)
         self._payloads = np.array([frame.payload_nbytes for frame in frames], dtype=np.int64)
         self.lengths: list[int] = lengths.tolist()
+        known = {frame: f",{frame.nbytes},{len(frame.header)},{frame.payload_nbytes}," for frame in frames}
+        self._rows = [known[frame] for frame in frames]  # what of a row is known ahead
         members: dict[Skeleton, list[int]] = {}
         for number, frame in enumerate(frames):
             members.setdefault(frame, []).append(number)
@@ -161,16 +170,12 @@ class Run:
             at: Where the run starts in the file.
             checksums: What ``fill`` returned.
         """
-        columns = (
-            (self.starts + at).tolist(),
-            self.lengths,
-            self._headers.tolist(),
-            self._payloads.tolist(),
-            checksums.frames.tolist(),
-            checksums.payloads.tolist(),
-        )
-        for start, nbytes, header, payload, frame, elements in zip(*columns, strict=True):
-            yield f'[{start},{nbytes},{header},{payload},"{frame:08x}","{elements:08x}"]'
+        # Run for each of tens of thousands of items: hexadecimal digits are made for all at once.
+        frames = checksums.frames.astype(">u4").tobytes().hex()
+        payloads = checksums.payloads.astype(">u4").tobytes().hex()
+        starts = (self.starts + at).tolist()
+        for digit, start, form in zip(range(0, len(frames), 8), starts, self._rows, strict=True):
+            yield f'[{start}{form}"{frames[digit : digit + 8]}","{payloads[digit : digit + 8]}"]'
 
 
 def runs(frames: Sequence[Skeleton | None]) -> Iterator[Run | int]:
