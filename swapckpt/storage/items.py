@@ -143,24 +143,6 @@ def is_row_by_row(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def address_in_order(data: object, *, dtype: torch.dtype | None, shape: torch.Size) -> int | None:
-    """Where the elements of a dense host tensor of this form lie, row by row; None for anything else."""
-    # Run for each of tens of thousands of tensors: is_dense and is_in_order, without their calls.
-    if (
-        (type(data) is torch.Tensor or type(data) is torch.nn.Parameter)
-        and data.dtype is dtype
-        and data.shape == shape
-        and data.layout is torch.strided
-        and data.is_cpu
-        and data.is_contiguous()
-        and not data.is_conj()
-        and not data.is_neg()
-        and data.untyped_storage().nbytes() >= data.nbytes + data.storage_offset() * dtype.itemsize
-    ):
-        return data.data_ptr()
-    return None
-
-
 def check_storage(tensor: Tensor, *, name: str) -> None:
     """Raise ReleasedStorageError when there is no memory behind a tensor: to read it crashes the process."""
     if tensor.layout is not torch.strided or tensor.is_meta:
