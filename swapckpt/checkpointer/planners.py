@@ -81,6 +81,14 @@ class RankSavePlanner(SwapSavePlanner):
             kind = type(problems[0])
             raise kind("\n".join(map(str, problems))) from problems[0]
 
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What is written for an item."""
+        value = self.state_dict.get(write_item.index.fqn)
+        if type(value) is torch.Tensor:  # nearly all are
+            return value
+        resolved: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+        return resolved
+
     def transform_object(self, write_item: WriteItem, object: object) -> object:  # noqa: A002 - DCP's name
         """What is written for an item: bytes that were made with the plan, where they were."""
         data = self._encoded.get(write_item.index.fqn) if write_item.type is WriteItemType.BYTE_IO else None

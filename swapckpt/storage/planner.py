@@ -21,11 +21,9 @@ from swapckpt.errors import PlanError
 from swapckpt.flatten import Flattener
 
 if TYPE_CHECKING:
-    import io
     from collections.abc import Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-    from torch.distributed.checkpoint.planner import WriteItem
 
     from swapckpt._torch import DTensorSpec
 
@@ -73,14 +71,6 @@ class SwapSavePlanner(DefaultSavePlanner):
         """What an item of the plan refers to."""
         value = self.state_dict[index.fqn]
         return value if type(value) is torch.Tensor else super().lookup_object(index)
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What is written for an item."""
-        value = self.state_dict.get(write_item.index.fqn)
-        if type(value) is torch.Tensor:  # nearly all are
-            return value
-        resolved: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
-        return resolved
 
     def create_local_plan(self) -> SavePlan:
         """This rank's plan, empty when it is that of the last save. (all ranks)"""

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
@@ -50,6 +51,25 @@ struct Cost {
   double nbytes = 0;
 };
 
+// The thread has not got the interpreter lock in here, if it had it. Found by name: no Python header is needed.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() {
+    static const auto has = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static const auto save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    if (has != nullptr && has() == 1) thread_ = save();
+  }
+  ~WithoutInterpreter() {
+    static const auto restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    if (thread_ != nullptr) restore(thread_);
+  }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  void* thread_ = nullptr;
+};
+
 class Scheduler {
  public:
   using Lock = std::unique_lock<std::recursive_mutex>;
@@ -59,9 +79,16 @@ class Scheduler {
     return scheduler;
   }
 
-  // Everything below, and the allocators, is guarded by this one lock. Simulated kernels run under it: they never
-  // call into Python, so it is safe to wait for it while holding the interpreter lock.
-  Lock lock() { return Lock(mutex_); }
+  // Everything below, and the allocators, is guarded by this one lock. Who has it may need the interpreter lock: the
+  // first and the last reference to a tensor that Python knows take it. So nobody waits for it with that one in hand.
+  Lock lock() {
+    Lock held(mutex_, std::try_to_lock);
+    if (!held.owns_lock()) {
+      const WithoutInterpreter released;
+      held.lock();
+    }
+    return held;
+  }
 
   // ---- streams: stream d is the default stream of device d ----
 
