@@ -34,6 +34,9 @@ class Tally:
     losses: int = 0
     wrong_loads: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.hit} of {self.injected} hit, {self.losses} lost, {self.wrong_loads} loaded wrong"
+
     def row(self, name: str) -> tuple[str, ...]:
         return (name, *map(str, (self.injected, self.hit, self.losses, self.wrong_loads)))
 
