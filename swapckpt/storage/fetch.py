@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from swapckpt.storage.files import ByteSource
+    from swapckpt.storage.files import FileReader
     from swapckpt.storage.items import Header
     from swapckpt.storage.manifest import ItemSums
 
@@ -66,7 +66,7 @@ class SavedItem:
         name: File, FQN and offset, for messages.
     """
 
-    source: ByteSource
+    source: FileReader
     start: int
     nbytes: int
     dtype: torch.dtype
@@ -156,7 +156,7 @@ def _stock_checksum(item: SavedItem, header: Header, end: int) -> int | None:
     return header.checksum(_bytes(item.source, item.start + end, 8), origin=item.name)
 
 
-def _bytes(source: ByteSource, start: int, nbytes: int) -> bytes:
+def _bytes(source: FileReader, start: int, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     source.read_into(start, memoryview(data))
     return bytes(data)

@@ -74,8 +74,11 @@ class FileWriter(Protocol):
     def abort(self) -> None: ...
 
 
-class ByteSource(Protocol):
-    """Bytes at any position, for any number of threads at once. 1. ``read_into``, 2. ``close``."""
+class FileReader(Protocol):
+    """Bytes at any position of a file or of a part of one, for any number of threads at once.
+
+    Call sequence: 1. ``read_into`` and ``is_cached``, 2. ``close``.
+    """
 
     @property
     def nbytes(self) -> int: ...
@@ -91,10 +94,6 @@ class ByteSource(Protocol):
         """True when the host has these bytes in memory: many short reads of them take no longer than one."""
 
     def close(self) -> None: ...
-
-
-class FileReader(ByteSource, Protocol):
-    """One file."""
 
 
 class Files(Protocol):

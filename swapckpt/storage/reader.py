@@ -26,7 +26,15 @@ from torch.futures import Future
 from swapckpt.collector import collector_paused
 from swapckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError, SchemaError, listing
 from swapckpt.storage.fetch import Box, SavedItem, fetch, whole_item
-from swapckpt.storage.files import ThreadMemory, address_of, copy_bytes, open_files, private_memory, split_url
+from swapckpt.storage.files import (
+    ALIGNMENT,
+    ThreadMemory,
+    address_of,
+    copy_bytes,
+    open_files,
+    private_memory,
+    split_url,
+)
 from swapckpt.storage.items import is_in_order
 from swapckpt.storage.metadata import ALLOWED as METADATA
 from swapckpt.storage.opened import open_checkpoint
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from swapckpt._torch import StorageInfo
-    from swapckpt.storage.files import ByteSource, FileReader, Files
+    from swapckpt.storage.files import FileReader, Files
     from swapckpt.storage.opened import OpenCheckpoint
 
 DEFAULT_THREADS = 4
@@ -52,7 +60,6 @@ MEDIUM_NBYTES = 2 << 20
 """Items up to this size as well, when all of them is wanted and comes from a device: a copy takes less than a
 read of its own."""
 WINDOW_NBYTES = 4 << 20
-WINDOW_ALIGNMENT = 4096  # of the ends of a window, for direct I/O
 PART_NBYTES = 64 << 20
 """Larger tensors are read by several threads."""
 
@@ -230,7 +237,7 @@ class SwapStorageReader(StorageReader):
                 f"them:{listing(incomplete)}"
             )
 
-    def _saved(self, request: _Request, source: ByteSource) -> SavedItem:
+    def _saved(self, request: _Request, source: FileReader) -> SavedItem:
         assert self._checkpoint is not None
         return SavedItem(
             source,
@@ -286,7 +293,7 @@ class SwapStorageReader(StorageReader):
             part = Box((box.offsets[0] + first, *box.offsets[1:]), (count, *box.lengths[1:]))
             yield partial(self._read, source, request, part, target[first : first + count])
 
-    def _read(self, source: ByteSource, request: _Request, box: Box, target: Tensor | None) -> None:
+    def _read(self, source: FileReader, request: _Request, box: Box, target: Tensor | None) -> None:
         item = self._saved(request, source)
         if target is None:
             request.data = whole_item(item, verify=self._verify)
@@ -396,15 +403,15 @@ def _windows(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
         yield window
 
 
-_kept = ThreadMemory(WINDOW_NBYTES + MEDIUM_NBYTES + 2 * WINDOW_ALIGNMENT)  # for one window after the other
+_kept = ThreadMemory(WINDOW_NBYTES + MEDIUM_NBYTES + 2 * ALIGNMENT)  # for one window after the other
 
 
 class _Window:
     """A part of a file, read at once; the same to those who read from it as the file. One per thread."""
 
     def __init__(self, source: FileReader, start: int, end: int) -> None:
-        self._start = start - start % WINDOW_ALIGNMENT
-        self.nbytes = max(end, min(end + -end % WINDOW_ALIGNMENT, source.nbytes))
+        self._start = start - start % ALIGNMENT
+        self.nbytes = max(end, min(end + -end % ALIGNMENT, source.nbytes))
         nbytes = self.nbytes - self._start
         fits = nbytes <= len(_kept.view)
         self._data = _kept.view[:nbytes] if fits else private_memory(nbytes)

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from zlib_ng.zlib_ng import crc32
 
+from swapckpt.storage.pieces import PIECE_NBYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 ITEM_ALIGNMENT = 64
 """Items start at multiples of this in a data file."""
-RUN_NBYTES = 2 << 20
-"""A run is no longer: memory is filled with one while the device takes another."""
+RUN_NBYTES = PIECE_NBYTES
+"""A run is no longer: a piece has room for one."""
 MIN_ALIKE = 8
 """Fewer items than this per dtype and shape are not worth a run: each of these costs some microseconds."""
 

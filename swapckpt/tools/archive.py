@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from swapckpt.storage.fetch import Box
-    from swapckpt.storage.files import ByteSource
+    from swapckpt.storage.files import FileReader
     from swapckpt.tools.content import Path
 
 MAX_PICKLE_NBYTES = 1 << 30
@@ -125,7 +125,7 @@ class ArchiveContent:
         SchemaError: It holds no state dict.
     """
 
-    def __init__(self, source: ByteSource, *, where: str) -> None:
+    def __init__(self, source: FileReader, *, where: str) -> None:
         self.where = where
         self._source = source
         self._records = _records(source, where=where)
@@ -198,7 +198,7 @@ class ArchiveContent:
 class _Storage:
     """One record of the archive, read as a file; compared with its checksum when it was read in order."""
 
-    def __init__(self, source: ByteSource, record: zipfile.ZipInfo, *, name: str) -> None:
+    def __init__(self, source: FileReader, record: zipfile.ZipInfo, *, name: str) -> None:
         self.nbytes = record.file_size
         self._source = source
         self._start = _data_start(source, record, name=name)
@@ -223,7 +223,7 @@ class _Storage:
     def close(self) -> None: ...
 
 
-def _records(source: ByteSource, *, where: str) -> dict[str, zipfile.ZipInfo]:
+def _records(source: FileReader, *, where: str) -> dict[str, zipfile.ZipInfo]:
     """All records by their name below the archive's folder."""
     try:
         with zipfile.ZipFile(io.BufferedReader(_Stream(source), 1 << 16)) as archive:
@@ -241,7 +241,7 @@ def _records(source: ByteSource, *, where: str) -> dict[str, zipfile.ZipInfo]:
     return {info.filename.partition("/")[2]: info for info in infos}
 
 
-def _data_start(source: ByteSource, record: zipfile.ZipInfo, *, name: str) -> int:
+def _data_start(source: FileReader, record: zipfile.ZipInfo, *, name: str) -> int:
     """Where the bytes of a record start: the lengths in front of them are not those of the directory."""
     head = bytearray(30)
     source.read_into(record.header_offset, memoryview(head))
@@ -257,7 +257,7 @@ def _data_start(source: ByteSource, record: zipfile.ZipInfo, *, name: str) -> in
 class _Stream(io.RawIOBase):
     """A reader at any position, as the seekable stream that ``zipfile`` wants."""
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: FileReader) -> None:
         super().__init__()
         self._source = source
         self._at = 0
